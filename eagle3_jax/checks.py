@@ -1,0 +1,71 @@
+"""What a call must satisfy before anything is compiled or allocated."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eagle3_jax.config import Boundary, ConfigError, TreeConfig
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.targets.base import Target
+from eagle3_jax.tree import DRAFT_ATTENTIONS, DraftAttention
+
+Prompts = Sequence[Sequence[int]]
+
+
+def check_prompts(prompts: Prompts, vocab_size: int) -> list[list[int]]:
+    """The prompts as lists of ints.
+
+    Raises:
+      ConfigError: no prompt, an empty one, something that is no list of ids, an id outside [0, V).
+    """
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
+        raise ConfigError(f"prompts is a {type(prompts).__name__}, expected a list of id lists")
+    if len(prompts) == 0:
+        raise ConfigError("prompts is empty, expected at least one list of token ids")
+    checked = []
+    for i, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ConfigError(f"prompt {i} is {str(prompt)[:40]!r}, expected a list of token ids")
+        if ids.size == 0:
+            raise ConfigError(f"prompt {i} is empty, expected at least one token id")
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if wrong.size:
+            at = int(wrong[0])
+            raise ConfigError(
+                f"prompt {i}, position {at}: id {int(ids[at])} is outside the target's vocabulary "
+                f"0..{vocab_size - 1}"
+            )
+        checked.append([int(t) for t in ids])
+    return checked
+
+
+def check_draft_attention(draft: Eagle3Draft, asked: str | None) -> DraftAttention:
+    """The mode asked for, else the draft's own."""
+    mode = draft.draft_attention if asked is None else asked
+    if mode not in DRAFT_ATTENTIONS:
+        raise ConfigError(f"draft_attention is {mode!r}, expected one of {DRAFT_ATTENTIONS}")
+    return mode  # type: ignore[return-value]
+
+
+def check_pair(target: Target, draft: Eagle3Draft, tree: TreeConfig) -> tuple[Boundary, ...]:
+    """The boundaries to capture for this draft on this target.
+
+    Raises:
+      ConfigError: the draft was made for another width, vocabulary or depth; topk is above W.
+    """
+    t, d = target.config, draft.config
+    if d.target_hidden_size != t.hidden_size:
+        raise ConfigError(
+            f"the draft expects a target of width {d.target_hidden_size} ({d.num_aux} states), "
+            f"this target has {t.hidden_size}"
+        )
+    if d.vocab_size != t.vocab_size:
+        raise ConfigError(
+            f"the draft was made for a vocabulary of {d.vocab_size}, this target has {t.vocab_size}"
+        )
+    if tree.topk > d.draft_vocab_size:
+        raise ConfigError(f"topk={tree.topk} exceeds the draft vocabulary of {d.draft_vocab_size}")
+    boundaries = d.resolve(t.num_layers).aux_boundaries
+    assert isinstance(boundaries, tuple)
+    return boundaries

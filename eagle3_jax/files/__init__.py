@@ -1,0 +1,1 @@
+"""Reading checkpoint files: safetensors, shards, pickles."""

@@ -1,0 +1,181 @@
+"""The blocks a draft and its target share: norm, rotary embedding, grouped-query attention, MLP."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3_jax.cache import KVCache
+from eagle3_jax.config import AttentionConfig, RopeConfig
+from eagle3_jax.ops.attention import attend, attend_causal
+from eagle3_jax.precision import accum_dtype, matmul
+
+
+class Buffer(nnx.Variable):
+    """An array that is stored and loaded but never trained."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where T new rows of each sequence go and what they see."""
+
+    positions: jax.Array  # [B, T] int32, for rotary embedding
+    start: jax.Array  # [B] int32, slot of the first row
+    lengths: jax.Array  # [B] int32, slots that all of them see
+    ancestors: jax.Array | None  # [B, T, words] uint32 over slots lengths + j; None: prefill
+
+    @classmethod
+    def prefill(cls, batch: int, rows: int) -> "Rows":
+        """Rows 0 .. rows - 1 of an empty cache, each seeing itself and those before it."""
+        zeros = jnp.zeros((batch,), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, rows))
+        return cls(positions, zeros, zeros, None)
+
+    @classmethod
+    def chain(cls, lengths: jax.Array, rows: int) -> "Rows":
+        """`rows` rows after `lengths` slots, each seeing those before it."""
+        bits = jnp.asarray(chain_bits(rows))
+        return cls(
+            lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)[None],
+            lengths,
+            lengths,
+            jnp.broadcast_to(bits, (lengths.shape[0], *bits.shape)),
+        )
+
+
+def chain_bits(rows: int) -> np.ndarray:
+    """[rows, words] uint32: row i has bits 0..i."""
+    return pack_bits(np.tril(np.ones((rows, rows), bool)))
+
+
+def pack_bits(dense: np.ndarray) -> np.ndarray:
+    """[..., n] bool -> [..., ceil(n / 32)] uint32, bit j of word w being entry 32 w + j."""
+    n = dense.shape[-1]
+    padded = np.zeros((*dense.shape[:-1], -(-n // 32) * 32), bool)
+    padded[..., :n] = dense
+    words = padded.reshape(*dense.shape[:-1], -1, 32).astype(np.uint32)
+    return (words << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias` with PyTorch's `[out, in]` weight; the result has x's dtype."""
+
+    def __init__(self, size: tuple[int, int], *, bias: bool = False, rngs: nnx.Rngs):
+        scale = 1.0 / math.sqrt(size[1])
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), size, jnp.float32) * scale)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(size[:1], jnp.float32)) if bias else None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., in] -> [..., out]."""
+        y = matmul(x, self.weight[...]).astype(x.dtype)
+        return y if self.bias is None else y + _row(self.bias[...], y.ndim)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis: normalise in float32, round, then multiply.
+
+    That order is transformers' `LlamaRMSNorm`. The weight may have leading axes (one norm per aux
+    state: [A, E]).
+    """
+
+    def __init__(self, shape: tuple[int, ...], eps: float):
+        self.weight = nnx.Param(jnp.ones(shape, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Any shape whose last axes fit the weight's."""
+        wide = x.astype(jnp.dtype(accum_dtype(x.dtype)))
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean + self.eps)).astype(x.dtype) * _row(
+            self.weight[...], x.ndim
+        )
+
+
+def _row(weight: jax.Array, ndim: int) -> jax.Array:
+    return weight.reshape((1,) * (ndim - weight.ndim) + weight.shape)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """[head_dim / 2] float64 rotary frequencies.
+
+    llama3: wavelengths longer than original/low_freq_factor are slowed by `factor`, shorter than
+    original/high_freq_factor kept, those between interpolated (transformers
+    `_compute_llama3_parameters`).
+    """
+    frequency = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "default":
+        return frequency
+    turns = rope.original_max_position_embeddings * frequency / (2 * np.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return frequency * (blend + (1.0 - blend) / rope.factor)
+
+
+def rotations(
+    rope: RopeConfig, head_dim: int, positions: jax.Array, dtype
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, 1, H/2] in the accumulation dtype of `dtype`, for all heads."""
+    accum = jnp.dtype(accum_dtype(dtype))
+    frequency = jnp.asarray(inverse_frequencies(rope, head_dim), accum)
+    angles = positions.astype(accum)[:, :, None, None] * frequency[None, None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the two halves of each head of x [B, T, heads, H] against each other."""
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; the input may be wider than the output (2D -> D in a draft)."""
+
+    def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = Linear((query, config.input_size), bias=config.qkv_bias, rngs=rngs)
+        self.k = Linear((key, config.input_size), bias=config.qkv_bias, rngs=rngs)
+        self.v = Linear((key, config.input_size), bias=config.qkv_bias, rngs=rngs)
+        self.o = Linear((config.output_size, query), bias=config.output_bias, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, input_size]
+        rotation: tuple[jax.Array, jax.Array],
+        rows: Rows,
+        cache: KVCache,
+        layer: int,
+    ) -> tuple[jax.Array, KVCache]:
+        """Writes the rows' keys and values to the cache, then attends: [B, T, output_size]."""
+        B, T, _ = x.shape
+        H = self.config.head_dim
+        q = rotate(self.q(x).reshape(B, T, self.config.num_heads, H), *rotation)
+        k = rotate(self.k(x).reshape(B, T, self.config.num_kv_heads, H), *rotation)
+        v = self.v(x).reshape(B, T, self.config.num_kv_heads, H)
+        cache = cache.write(layer, k, v, rows.start)
+        scale = H**-0.5
+        if rows.ancestors is None:
+            out = attend_causal(q, k, v, scale=scale)
+        else:
+            out = attend(
+                q, cache.k[layer], cache.v[layer], rows.lengths, rows.ancestors, scale=scale
+            )
+        return self.o(out.reshape(B, T, -1)), cache
+
+
+class MLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, hidden: int, width: int, *, bias: bool = False, rngs: nnx.Rngs):
+        self.gate = Linear((width, hidden), bias=bias, rngs=rngs)
+        self.up = Linear((width, hidden), bias=bias, rngs=rngs)
+        self.down = Linear((hidden, width), bias=bias, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., hidden] -> [..., hidden]."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

@@ -1,0 +1,1 @@
+"""Attention: the reference and, on a GPU, the kernel."""

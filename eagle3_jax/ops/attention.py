@@ -1,0 +1,60 @@
+"""Attention over a cache whose last rows form a tree. The einsum here is the oracle for kernels."""
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.precision import accum_dtype
+
+
+def attend(
+    q: jax.Array,  # [B, T, N, H]
+    k: jax.Array,  # [B, S, K, H]
+    v: jax.Array,  # [B, S, K, H]
+    lengths: jax.Array,  # [B] slots every query sees
+    ancestors: jax.Array,  # [B, T, words] uint32; bit j of row i: query i sees slot length + j
+    *,
+    scale: float,
+) -> jax.Array:  # [B, T, N, H]
+    """Query i of a sequence sees slots below its length and the slots its ancestor bits name.
+
+    Scores and softmax are in float32 (float64 for float64); probabilities are rounded to q's dtype
+    before they weigh the values, as flash kernels do. A row that sees nothing returns the mean of
+    all values, never NaN; the loop has no such row.
+    """
+    B, T, N, H = q.shape
+    S, K = k.shape[1], k.shape[2]
+    accum = jnp.dtype(accum_dtype(q.dtype))
+    scores = jnp.einsum(
+        "btkgh,bskh->bkgts",
+        q.reshape(B, T, K, N // K, H),
+        k,
+        precision="highest",
+        preferred_element_type=accum,
+    )
+    seen = _visible(lengths, ancestors, S)
+    scores = jnp.where(seen[:, None, None], scores * scale, jnp.finfo(accum).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", weights, v, precision="highest", preferred_element_type=accum
+    )
+    return out.reshape(B, T, N, H).astype(q.dtype)
+
+
+def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> jax.Array:
+    """Prefill from an empty cache: query t sees rows 0..t of k, v [B, T, K, H].
+
+    Right padding needs no mask: no real row sees a padded one.
+    """
+    with jax.numpy_dtype_promotion("standard"):  # the library promotes implicitly
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
+
+
+def _visible(lengths: jax.Array, ancestors: jax.Array, slots: int) -> jax.Array:
+    """[B, T, S] bool, the two conditions of `attend`."""
+    B, T, words = ancestors.shape
+    offset = jnp.arange(slots, dtype=jnp.int32)[None, :] - lengths[:, None]  # [B, S]
+    word = jnp.clip(offset >> 5, 0, words - 1)
+    bits = jnp.take_along_axis(ancestors, jnp.broadcast_to(word[:, None, :], (B, T, slots)), axis=2)
+    bit = (bits >> (offset & 31).astype(jnp.uint32)[:, None, :]) & jnp.uint32(1)
+    inside = (offset >= 0) & (offset < 32 * words)
+    return ((offset < 0)[:, None, :]) | (inside[:, None, :] & (bit == 1))
