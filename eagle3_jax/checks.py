@@ -7,19 +7,45 @@ import numpy as np
 from eagle3_jax.config import Boundary, ConfigError, TreeConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.targets.base import Target
+from eagle3_jax.tokenizer import Tokenizer
 from eagle3_jax.tree import DRAFT_ATTENTIONS, DraftAttention
 
-Prompts = Sequence[Sequence[int]]
+Prompts = Sequence[Sequence[int]] | Sequence[str]
 
 
-def check_prompts(prompts: Prompts, vocab_size: int) -> list[list[int]]:
+def encode_prompts(
+    prompts: Prompts, target: Target
+) -> tuple[Sequence[Sequence[int]], Tokenizer | None]:
+    """Texts as ids, with the target folder's tokenizer; lists of ids pass through.
+
+    A text is encoded as it stands, plus what the tokenizer itself adds in front (bos); a
+    conversation is rendered first with `Tokenizer.apply_chat_template`.
+
+    Raises:
+      ConfigError: texts mixed with ids, or the target did not come from a folder.
+      FileError: the tokenizer extra is not installed, or the folder has no tokenizer.json.
+    """
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
+        raise ConfigError(
+            f"prompts is a {type(prompts).__name__}, expected a list of id lists or of texts"
+        )
+    texts = [p for p in prompts if isinstance(p, str)]
+    if not texts:
+        return prompts, None  # type: ignore[return-value]
+    if len(texts) < len(prompts):
+        raise ConfigError("prompts mixes texts and id lists, expected one kind")
+    if target.folder.path is None:
+        raise ConfigError("prompts are texts, but this target has no folder with a tokenizer.json")
+    tokenizer = Tokenizer.from_folder(target.folder.path)
+    return [tokenizer.encode(t, add_special_tokens=True) for t in texts], tokenizer
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
     """The prompts as lists of ints.
 
     Raises:
       ConfigError: no prompt, an empty one, something that is no list of ids, an id outside [0, V).
     """
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
-        raise ConfigError(f"prompts is a {type(prompts).__name__}, expected a list of id lists")
     if len(prompts) == 0:
         raise ConfigError("prompts is empty, expected at least one list of token ids")
     checked = []

@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import loop
-from eagle3_jax.checks import Prompts, check_draft_attention, check_pair, check_prompts
+from eagle3_jax import loop, memory
+from eagle3_jax.checks import (
+    Prompts,
+    check_draft_attention,
+    check_pair,
+    check_prompts,
+    encode_prompts,
+)
 from eagle3_jax.config import Boundary, ConfigError, TreeConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.modules import take_apart
@@ -30,12 +36,14 @@ class Generation:
       stats: SGLang 0.5.23's names and formulas (`trace.sglang_stats`) and `finish_reason`.
       accept_lengths: tokens committed by each round, bonus included, before any cut.
       trace: every round in full when asked for, else None.
+      texts: `tokens` as text when the prompts were texts, else None.
     """
 
     tokens: list[list[int]]
     stats: list[dict[str, Any]]
     accept_lengths: list[list[int]]
     trace: Trace | None = dataclasses.field(default=None, repr=False)
+    texts: list[str] | None = None
 
 
 def generate(
@@ -49,7 +57,8 @@ def generate(
     """Greedy decoding without a draft, one token a target pass.
 
     Args:
-      prompts: lists of token ids, of any lengths.
+      prompts: lists of token ids, of any lengths, or texts (tokenizer extra), encoded as they
+        stand; `Tokenizer.apply_chat_template` renders a conversation.
       max_new_tokens: per prompt, at least 1.
       stop_token_ids: None for the target's own eos, () for none.
       trace: record every pass (a round whose tree is its root).
@@ -141,7 +150,8 @@ class _Run:
         tensors: bool = False,
     ):
         self.target, self.draft, self.tree = target, draft, tree
-        self.prompts = check_prompts(prompts, target.config.vocab_size)
+        ids, self.tokenizer = encode_prompts(prompts, target)
+        self.prompts = check_prompts(ids, target.config.vocab_size)
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens!r}, expected at least 1")
         self.max_new_tokens = max_new_tokens
@@ -179,22 +189,25 @@ class _Run:
     def _check_fits(self, longest: int):
         config = self.target.config
         limit = config.max_position_embeddings
+        asked = self._need(len(self.prompts))
         if longest + self.max_new_tokens > limit:
             raise ConfigError(
                 f"a prompt of {longest} tokens and max_new_tokens={self.max_new_tokens} make "
                 f"{longest + self.max_new_tokens} positions, the target has {limit}; the caches "
-                f"would take {self.cache_bytes() / 2**20:.1f} MiB"
+                f"would take {asked.caches / memory.MIB:.1f} MiB"
             )
+        memory.check_need(asked, memory.free_bytes(), self._need(1).total, len(self.prompts))
 
-    def cache_bytes(self) -> int:
-        """Bytes of the target's and the draft's KV caches for this call."""
-        total = 0
-        for model in (self.target, self.draft):
-            if model is not None:
-                c = model.config
-                row = 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
-                total += row * self.slots * len(self.prompts)
-        return total
+    def _need(self, batch: int) -> memory.Need:
+        draft = self.draft
+        return memory.need(
+            memory.Shape(batch, self.padded, self.slots),
+            self.target.config,
+            self.target.dtype.itemsize,
+            None if draft is None else draft.config,
+            0 if draft is None else draft.dtype.itemsize,
+            self.tree,
+        )
 
     def _start(self, trace: bool):
         padded = np.zeros((len(self.prompts), self.padded), np.int32)
@@ -227,7 +240,9 @@ class _Run:
                 found += self._rounds(index, jax.tree.map(lambda x, i=index: x[i], log), {})
             trace = self._trace(tokens, found, stats)
         accept = [[k + 1 for k in column] for column in correct]
-        return Generation(tokens, stats, accept if self.tree else [[] for _ in accept], trace)
+        accept = accept if self.tree else [[] for _ in accept]
+        texts = None if self.tokenizer is None else [self.tokenizer.decode(t) for t in tokens]
+        return Generation(tokens, stats, accept, trace, texts)
 
     def stream(self) -> Iterator[Round]:
         state, first = self._start(False)

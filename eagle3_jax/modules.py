@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -11,6 +12,20 @@ from flax import nnx
 
 from eagle3_jax.config import ConfigError
 from eagle3_jax.precision import precision
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Folder:
+    """Where a model came from. All compare equal, so that jit does not compile once a path."""
+
+    path: Path | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder)
+
+    def __hash__(self) -> int:
+        return hash(Folder)
+
 
 M = TypeVar("M", bound=nnx.Module)
 

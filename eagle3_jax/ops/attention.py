@@ -21,8 +21,26 @@ def attend(
     before they weigh the values, as flash kernels do. A row that sees nothing returns the mean of
     all values, never NaN; the loop has no such row.
     """
+    return _weigh(q, k, v, _visible(lengths, ancestors, k.shape[1]), scale)
+
+
+def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> jax.Array:
+    """Prefill from an empty cache: query t sees rows 0..t of k, v [B, T, K, H].
+
+    Right padding needs no mask: no real row sees a padded one. The same arithmetic as `attend`:
+    `jax.nn.dot_product_attention` takes its softmax in float32 even for float64, and leaves float32
+    products at the backend's default precision.
+    """
+    T = q.shape[1]
+    return _weigh(q, k, v, jnp.tril(jnp.ones((1, T, T), bool)), scale)
+
+
+def _weigh(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float
+) -> jax.Array:
+    """Attention under a mask [B or 1, T, S]."""
     B, T, N, H = q.shape
-    S, K = k.shape[1], k.shape[2]
+    K = k.shape[2]
     accum = jnp.dtype(accum_dtype(q.dtype))
     scores = jnp.einsum(
         "btkgh,bskh->bkgts",
@@ -31,22 +49,12 @@ def attend(
         precision="highest",
         preferred_element_type=accum,
     )
-    seen = _visible(lengths, ancestors, S)
     scores = jnp.where(seen[:, None, None], scores * scale, jnp.finfo(accum).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.einsum(
         "bkgts,bskh->btkgh", weights, v, precision="highest", preferred_element_type=accum
     )
     return out.reshape(B, T, N, H).astype(q.dtype)
-
-
-def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> jax.Array:
-    """Prefill from an empty cache: query t sees rows 0..t of k, v [B, T, K, H].
-
-    Right padding needs no mask: no real row sees a padded one.
-    """
-    with jax.numpy_dtype_promotion("standard"):  # the library promotes implicitly
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
 
 
 def _visible(lengths: jax.Array, ancestors: jax.Array, slots: int) -> jax.Array:

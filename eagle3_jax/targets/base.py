@@ -9,6 +9,7 @@ from eagle3_jax.cache import KVCache
 from eagle3_jax.config import Boundary, TargetConfig
 from eagle3_jax.draft import Shared
 from eagle3_jax.layers import Rows
+from eagle3_jax.modules import Folder
 
 
 @runtime_checkable
@@ -16,6 +17,7 @@ class Target(Protocol):
     """A decoder-only language model as an nnx module."""
 
     config: TargetConfig
+    folder: Folder  # for its tokenizer
 
     @property
     def dtype(self) -> jax.numpy.dtype:

@@ -10,6 +10,7 @@ from eagle3_jax.cache import KVCache
 from eagle3_jax.config import Boundary, TargetConfig
 from eagle3_jax.draft import Shared
 from eagle3_jax.layers import MLP, Attention, Linear, RMSNorm, Rows, rotations
+from eagle3_jax.modules import Folder
 from eagle3_jax.precision import matmul
 
 BLOCK_NAMES = {
@@ -67,6 +68,7 @@ class LlamaTarget(nnx.Module):
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.folder = Folder()
         V, D = config.vocab_size, config.hidden_size
         self.embed = Linear((V, D), rngs=rngs)
         self.layers = nnx.List([LlamaBlock(config, rngs=rngs) for _ in range(config.num_layers)])

@@ -9,7 +9,7 @@ from flax import nnx
 
 from eagle3_jax.config import ConfigError, TargetConfig
 from eagle3_jax.files.shards import open_weights, read_json
-from eagle3_jax.modules import build
+from eagle3_jax.modules import Folder, build
 from eagle3_jax.precision import precision
 from eagle3_jax.rope_config import read_rope
 from eagle3_jax.source_config import SourceConfig
@@ -65,6 +65,7 @@ def load_target(path: str | os.PathLike, *, dtype: str = "float32") -> LlamaTarg
             f"{folder}: {len(unused)} tensors have no place in {architecture}: "
             f"{', '.join(sorted(unused)[:4])}"
         )
+    target.folder = Folder(folder)
     return target
 
 
