@@ -77,6 +77,6 @@ def build(
                 f"tensor {name} has shape {list(array.shape)}, expected {list(shape)}"
             )
         if jnp.issubdtype(array.dtype, jnp.floating):
-            array = array.astype(compute)
+            array = array.astype(compute, copy=False)
         filled.append((path, variable.replace(jax.device_put(array))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))

@@ -35,9 +35,7 @@ def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> 
     return _weigh(q, k, v, jnp.tril(jnp.ones((1, T, T), bool)), scale)
 
 
-def _weigh(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float
-) -> jax.Array:
+def _weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
     """Attention under a mask [B or 1, T, S]."""
     B, T, N, H = q.shape
     K = k.shape[2]

@@ -40,6 +40,32 @@ def checkpoint_name(name: str) -> str:
     return f"model.layers.{index}.{BLOCK_NAMES[block]}.{kind}"
 
 
+def tensor_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor the target owns; linear weights are [out, in]."""
+    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linear = {
+        "attn.q": ((query, D), config.qkv_bias),
+        "attn.k": ((key, D), config.qkv_bias),
+        "attn.v": ((key, D), config.qkv_bias),
+        "attn.o": ((D, query), config.output_bias),
+        "mlp.gate": ((F, D), config.mlp_bias),
+        "mlp.up": ((F, D), config.mlp_bias),
+        "mlp.down": ((D, F), config.mlp_bias),
+    }
+    block: dict[str, tuple[int, ...]] = {"norm_in.weight": (D,), "norm_post.weight": (D,)}
+    for name, (shape, bias) in linear.items():
+        block[f"{name}.weight"] = shape
+        if bias:
+            block[f"{name}.bias"] = shape[:1]
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (V, D), "norm.weight": (D,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (V, D)
+    for index in range(config.num_layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in block.items()}
+    return {checkpoint_name(name): shape for name, shape in shapes.items()}
+
+
 class LlamaBlock(nnx.Module):
     """`a = x + attention(norm_in(x))`, `a + mlp(norm_post(a))`."""
 

@@ -1,0 +1,31 @@
+"""The `eagle3` command: one subcommand for each thing a user does."""
+
+from collections.abc import Sequence
+
+from convert import from_torch
+from eagle3_jax import generate_command
+from eagle3_jax.command import Parser, run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `eagle3 SUBCOMMAND ...`; returns its exit status."""
+    parser = Parser(prog="eagle3", description="EAGLE-3 drafts in JAX, checked against engines.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    convert = commands.add_parser(
+        "convert",
+        help="a PyTorch draft to this project's form",
+        description=from_torch.DESCRIPTION,
+    )
+    from_torch.add_arguments(convert)
+    convert.set_defaults(run=from_torch.run)
+    generate_command.add_speculate_arguments(
+        commands.add_parser(
+            "speculate", help="text with a draft", description=generate_command.SPECULATE
+        )
+    )
+    generate_command.add_generate_arguments(
+        commands.add_parser(
+            "generate", help="text without a draft", description=generate_command.GENERATE
+        )
+    )
+    return run_command(parser, lambda args: args.run(args), argv)

@@ -1,0 +1,61 @@
+"""What every command shares: one line for an error, exit status 2, `--json` for machines."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from eagle3_jax.checkpoint import CheckpointError
+from eagle3_jax.config import ConfigError
+from eagle3_jax.files.shards import FileError
+from eagle3_jax.findings import ConvertError
+
+CODES: dict[type[ValueError], str] = {
+    FileError: "FILE",
+    CheckpointError: "CHECKPOINT",
+    ConfigError: "CONFIG_INVALID",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are errors like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing the usage."""
+        raise ConvertError("USAGE", f"{message} ({self.prog} --help)")
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int | None],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parses and runs; `run`'s status, or 2 after one line on stderr (an object with `--json`)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return run(parser.parse_args(argv)) or 0
+    except ConvertError as error:
+        return _fail(error.code, str(error), "--json" in argv)
+    except tuple(CODES) as error:
+        code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+        return _fail(code, str(error), "--json" in argv)
+    except OSError as error:
+        return _fail("FILE", f"{error.filename}: {error.strerror}", "--json" in argv)
+
+
+def say(text: str):
+    """Prints to stdout, whatever the names in `text` hold and stdout can encode."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _fail(code: str, message: str, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": {"code": code, "message": message}}))
+    else:
+        line = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", message)
+        line = line.encode("utf-8", "backslashreplace").decode()
+        print(f"error [{code}]: {line}", file=sys.stderr)
+    return 2

@@ -1,0 +1,90 @@
+"""Pickled PyTorch weights, read weights-only: the one place that imports torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from eagle3_jax.files.source import FileError
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class TorchFile:
+    """One `.bin`, `.pt`, `.pth` or `.ckpt` file that holds a flat dict of tensors.
+
+    `torch.load(weights_only=True)` runs no code of the file; storages stay on disk where the format
+    allows it (`mmap`).
+
+    Raises:
+      FileError: torch is not installed, a file torch refuses, anything but name -> dense tensor.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.files = (path,)
+        self.notes: tuple[str, ...] = ()
+        self._tensors = _load(path)
+
+    def names(self) -> Sequence[str]:  # noqa: D102
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:  # noqa: D102
+        return tuple(self._tensor(name).shape)
+
+    def dtype(self, name: str) -> str:  # noqa: D102
+        return str(self._tensor(name).dtype).removeprefix("torch.")
+
+    def where(self, name: str) -> str:  # noqa: D102
+        return str(self.path)
+
+    def read(self, name: str) -> np.ndarray:  # noqa: D102
+        import torch
+
+        tensor = self._tensor(name).detach().contiguous()
+        if tensor.dtype is torch.bfloat16:
+            array = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        elif self.dtype(name).startswith(("float8", "float4")):
+            raise FileError(f"{self.path}: tensor {name!r} is {self.dtype(name)}, not readable")
+        else:
+            array = tensor.numpy()
+        array.flags.writeable = False
+        return array
+
+    def _tensor(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise FileError(f"{self.path}: has no tensor {name!r}")
+        return self._tensors[name]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        raise FileError(
+            f"{path}: reading it needs PyTorch: pip install 'eagle3-jax[torch]', or save the "
+            "weights as .safetensors"
+        ) from None
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    except Exception as error:  # a damaged pickle makes torch raise nearly anything
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise FileError(f"{path}: torch cannot load it weights-only: {reason[0]}") from None
+    if not isinstance(value, dict) or not value:
+        raise FileError(f"{path}: holds a {type(value).__name__}, expected a dict of tensors")
+    for name, tensor in value.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            keys = ", ".join(repr(key) for key in list(value)[:6])
+            raise FileError(
+                f"{path}: entry {name!r} is a {type(tensor).__name__}, expected tensors by name "
+                f"(top-level keys: {keys})"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise FileError(f"{path}: tensor {name!r} is not a plain dense tensor")
+    return value
