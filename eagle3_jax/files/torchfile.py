@@ -41,7 +41,7 @@ class TorchFile:
         return str(self.path)
 
     def read(self, name: str) -> np.ndarray:  # noqa: D102
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         tensor = self._tensor(name).detach().contiguous()
         if tensor.dtype is torch.bfloat16:
@@ -61,7 +61,7 @@ class TorchFile:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise FileError(
             f"{path}: reading it needs PyTorch: pip install 'eagle3-jax[torch]', or save the "

@@ -1,0 +1,57 @@
+# make demo, make test, make lint, make check: everything they need goes into $(VENV).
+#
+#   make test PEERS=1     also runs the tests that compare with torch and transformers (Python 3.11)
+#   make test PYTEST_ARGS="tests/test_tree.py -x"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
+
+# A CUDA build of torch is never wanted: it is installed first, alone, from the CPU index.
+TORCH ?= torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+ifdef PEERS
+EXTRAS := test,peers
+else
+EXTRAS := test
+endif
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install $(PIP_ARGS)
+TEST_ENV := $(VENV)/.installed-$(EXTRAS)
+DEMO_ENV := $(VENV)/.installed-demo
+
+.PHONY: demo test lint model check clean
+
+demo: $(DEMO_ENV)
+	$(BIN)/python demo/run.py
+
+model: $(DEMO_ENV)
+	$(BIN)/python demo/model.py
+
+test: $(TEST_ENV)
+	$(BIN)/python demo/model.py
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadscope $(PYTEST_ARGS)
+
+lint: $(TEST_ENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	  "Python 3.11 or newer is needed; this is %d.%d: make PYTHON=..." % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	$(if $(findstring peers,$*),$(PIP) $(TORCH))
+	$(PIP) -e '.[$*]'
+	@touch $@
