@@ -1,4 +1,4 @@
-# make demo, make test, make lint, make check: everything they need goes into $(VENV).
+# make demo, make test, make lint, make docs, make check: everything they need goes into $(VENV).
 #
 #   make test PEERS=1     also runs the tests that compare with torch and transformers (Python 3.11)
 #   make test PYTEST_ARGS="tests/test_tree.py -x"
@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip install $(PIP_ARGS)
 TEST_ENV := $(VENV)/.installed-$(EXTRAS)
 DEMO_ENV := $(VENV)/.installed-demo
 
-.PHONY: demo test lint model check clean
+.PHONY: demo test lint docs model check clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/python demo/run.py
@@ -38,6 +38,10 @@ lint: $(TEST_ENV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/mkdocs build --quiet --strict
+
+docs: $(TEST_ENV)
+	$(BIN)/mkdocs build --strict
 
 check: lint test
 
