@@ -136,7 +136,7 @@ def beside(console: Console, plain: Text, other: Text):
         return
     for name, text in (("plain", plain), ("speculate", other)):
         console.print(Text(f"{name}:", style="bold"))
-        console.print(text)
+        console.print(text, soft_wrap=not console.is_terminal)
 
 
 def _second_call(call: Callable[[], Generation]) -> tuple[Generation, float]:

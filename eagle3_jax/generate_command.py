@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import shlex
 import sys
 import time
@@ -71,10 +72,10 @@ def _add_models(parser: argparse.ArgumentParser, *, draft: bool):
 
 def _add_shared(parser: argparse.ArgumentParser):
     add = parser.add_argument
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="a prompt (128)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (128)")
     add("--stop", type=_stop_ids, metavar="IDS|none", help="such as 2,7; else the target's eos")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
-    add("--batch-size", type=int, default=8, metavar="N", help="prompts a call (8)")
+    add("--batch-size", type=int, default=8, metavar="N", help="prompts per call (8)")
     add("--trace", type=Path, metavar="FILE", help="write every round as JSON lines")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         with jax.enable_x64(True) if args.dtype == "float64" else contextlib.nullcontext():
             return _Command(args).run()
     except KeyboardInterrupt:
-        return _interrupted(args, "before the first token")
+        return _interrupted(args)
 
 
 class _Command:
@@ -100,8 +101,8 @@ class _Command:
             self.tree = TreeConfig(args.num_steps, args.topk, args.num_draft_tokens)
         _at_least_one("--max-new-tokens", args.max_new_tokens)
         _at_least_one("--batch-size", args.batch_size)
-        if args.trace is not None and not args.trace.absolute().parent.is_dir():
-            raise ConvertError("FILE", f"{args.trace}: no folder {args.trace.parent} to write in")
+        if args.trace is not None:
+            _check_writable(args.trace)
         if args.prompt is not None:
             self.prompts = prompts_module.from_texts(args.prompt)
         elif args.prompts is not None:
@@ -136,8 +137,8 @@ class _Command:
             report.show(outcome)
         if outcome.interrupted:
             done = sum(outcome.is_done(i) for i in range(len(self.ids)))
-            where = f"after {done} of {len(self.ids)} prompts"
-            return _interrupted(args, where + (f"; {trace}" if trace else ""))
+            after = f" after {done} of {len(self.ids)} prompts"
+            return _interrupted(args, after + (f"; {trace}" if trace else ""))
         if trace is not None and not args.json:
             report.note(trace)
         return 0 if compared is None or compared.excused else 1
@@ -194,8 +195,8 @@ class _Command:
         return compared
 
 
-def _interrupted(args: argparse.Namespace, where: str) -> int:
-    message = f"interrupted {where}"
+def _interrupted(args: argparse.Namespace, after: str = "") -> int:
+    message = f"interrupted{after}"
     if args.json:
         say(json.dumps({"error": {"code": "INTERRUPTED", "message": message}}))
     print(message, file=sys.stderr)
@@ -227,6 +228,16 @@ def _check_converted(draft: Path, target: Path):
             f"{shlex.quote(str(target))} --out {out} and give --draft {out}",
         )
     read_manifest(draft)
+
+
+def _check_writable(path: Path):
+    """A trace that can't be written is refused before hours of generation, not after."""
+    if path.is_dir():
+        raise ConvertError("FILE", f"{path}: a folder, expected a file to write")
+    if not path.absolute().parent.is_dir():
+        raise ConvertError("FILE", f"{path}: no folder {path.parent} to write in")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConvertError("FILE", f"{path}: no permission to write in {path.absolute().parent}")
 
 
 def _at_least_one(name: str, value: int):

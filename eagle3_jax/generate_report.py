@@ -90,7 +90,8 @@ class Report:
 
     def _styled(self, tokens: Sequence[int], accept: Sequence[int]) -> Text:
         pieces = Pieces.of(self.tokenizer, tokens)
-        return by_depth(pieces, token_depths(accept, len(tokens)), color=has_color(self.out))
+        color = has_color(self.out) or not self.out.is_terminal
+        return by_depth(pieces, token_depths(accept, len(tokens)), color=color)
 
     def _header(self, i: int):
         text = printable(f"[{i + 1}/{len(self.prompts)}] {self.prompts[i].label}")

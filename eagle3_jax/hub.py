@@ -6,8 +6,8 @@ from pathlib import Path
 from eagle3_jax.files.source import FileError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model"]
-"""Config, weights and tokenizer: all that is downloaded."""
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "weights/*"]
+"""Config, weights (those of a converted draft too) and tokenizer: all that is downloaded."""
 
 TIMEOUT = 5.0
 """Seconds to wait for the Hub's first answer; a download itself may take longer."""
@@ -39,16 +39,14 @@ def _snapshot(name: str) -> Path:
             "pip install 'eagle3-jax[hub]'"
         ) from None
     try:
-        revision = huggingface_hub.HfApi().model_info(name, timeout=TIMEOUT).sha
+        huggingface_hub.HfApi().model_info(name, timeout=TIMEOUT)
     except HfHubHTTPError as error:
         raise _failed(name, error) from None
     except Exception as error:  # the Hub's client changed its connection errors with its versions
         return _on_disk(name, error)
     try:
         return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=PATTERNS, etag_timeout=TIMEOUT
-            )
+            huggingface_hub.snapshot_download(name, allow_patterns=PATTERNS, etag_timeout=TIMEOUT)
         )
     except Exception as error:  # a connection lost on the way, a full disk, ...
         raise _failed(name, error) from None
@@ -58,7 +56,9 @@ def _on_disk(name: str, error: Exception) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+        return Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True)
+        )
     except (OSError, ValueError):
         raise _failed(name, error) from None
 

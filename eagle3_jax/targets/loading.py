@@ -58,7 +58,7 @@ def load_target(path: str | os.PathLike, *, dtype: str = "float32") -> LlamaTarg
         eos = eos_token_ids(folder, source_config, config.vocab_size)
     except ConvertError as error:
         # The converter's readers; their hints name flags that exist only there.
-        raise ConfigError(re.sub(r"[;:] --.*", "", str(error))) from None
+        raise ConfigError(re.sub(r"[;:] --[a-z-]+ [a-z ]+$", "", str(error))) from None
     config = dataclasses.replace(config, eos_token_ids=eos)
     _check_tensors(config, source, folder)
     target = build(
