@@ -47,9 +47,9 @@ def need(
 ) -> Need:
     """An upper estimate of caches and temporaries.
 
-    Caches: keys and values of every layer and slot. Temporaries: the larger of prefill (one layer's
-    attention scores four times in float32, its MLP, the captured states) and a round (target logits and
-    their copy, draft logits, attention scores).
+    Caches: keys and values of every layer and slot. Temporaries: the larger of prefill (one
+    layer's attention scores four times in float32, its MLP, the captured states) and a round
+    (target logits and their copy, draft logits, attention scores).
     """
     models = [(target, target_itemsize)] + ([(draft, draft_itemsize)] if draft else [])
     caches = sum(
