@@ -1,0 +1,96 @@
+"""Paths and converted drafts for every test, and the check of skipped tests."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))
+
+import skip_check  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser):
+    skip_check.add_option(parser)
+    parser.addoption(
+        "--all-prompts",
+        action="store_true",
+        help="run every tree of test_smollm2.py on all ten prompts (two minutes more)",
+    )
+
+
+def pytest_configure(config: pytest.Config):
+    skip_check.register(config)
+
+
+@pytest.fixture(scope="session")
+def sglang_models() -> Path:
+    """The tiny target and its drafts, as PyTorch checkpoints."""
+    return TESTS / "data/sglang/models"
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory):
+    """`converted(draft folder, *flags)` runs the converter's command once per argument list."""
+    from convert import from_torch
+
+    folder = tmp_path_factory.mktemp("converted")
+    done: dict[tuple[str, ...], Path] = {}
+
+    def convert(source: Path, *flags: str) -> Path:
+        key = (str(source), *flags)
+        if key not in done:
+            out = folder / f"{len(done):02d}-{source.name}"
+            assert from_torch.main([str(source), "--out", str(out), *flags]) == 0
+            done[key] = out
+        return done[key]
+
+    return convert
+
+
+@pytest.fixture(scope="session")
+def tiny_target(sglang_models):
+    import eagle3_jax
+
+    return eagle3_jax.load_target(sglang_models / "target")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(sglang_models, tiny_target, converted):
+    """The trained tiny draft, through the converter."""
+    import eagle3_jax
+
+    folder = converted(sglang_models / "draft", "--target", str(sglang_models / "target"))
+    return eagle3_jax.load_draft(folder, target=tiny_target)
+
+
+@pytest.fixture(scope="session")
+def smollm2_target():
+    """The demo's target, downloaded and converted when this machine has none."""
+    from real_model import smollm2_folder
+
+    import eagle3_jax
+
+    return eagle3_jax.load_target(smollm2_folder())
+
+
+@pytest.fixture(scope="session")
+def smollm2_drafts(smollm2_target, converted, tmp_path_factory):
+    """The demo's draft by the owner of its embedding: `target`, or `draft` (a bf16 copy)."""
+    import numpy as np
+    from real_model import DEMO, smollm2_folder
+    from smollm2_goldens import with_own_embedding
+
+    import eagle3_jax
+
+    folder = str(smollm2_folder())
+    table = np.asarray(smollm2_target.shared().embedding)
+    own = with_own_embedding(table, tmp_path_factory.mktemp("smollm2") / "own_embedding")
+    sources = {
+        "target": converted(DEMO / "draft", "--target", folder),
+        "draft": converted(own, "--target", folder, "--embed", "draft"),
+    }
+    return {
+        owner: eagle3_jax.load_draft(path, target=smollm2_target) for owner, path in sources.items()
+    }

@@ -1,0 +1,102 @@
+"""Drafts with one switch, tensor or key changed: as SGLang runs them, and as they were trained."""
+
+import numpy as np
+import pytest
+from sglang_compare import compare_with_golden
+from sglang_goldens import Request, load
+
+import eagle3_jax as e3
+from eagle3_jax.trace import Round, sglang_stats
+
+ENGINE = "sglang-0.5.23"
+SAME = ("aux_1_3_6", "fc_bias", "fc_norm", "nolmhead_null", "norm_before_fc", "novocabmap")
+"""SGLang runs these as they were trained."""
+
+IGNORED = {
+    "attn_bias": "qkv_proj is built without a bias, o_proj keeps its own",
+    "aux_6_1_3": "captured in layer order, whatever the order of the ids",
+    "aux_toplevel": "only eagle_config names layers, the default boundaries are captured",
+    "norm_before_residual": "not a key SGLang knows",
+    "own_embed": "the target's embedding replaces the draft's",
+}
+"""SGLang runs these in another way than they were trained."""
+
+FLAGS = {"aux_toplevel": ("--aux-convention", "output")}
+
+
+@pytest.fixture(scope="module")
+def base() -> Request:
+    return load("traces", "chain_s3")["single0"]
+
+
+@pytest.fixture(scope="module")
+def load_variant(sglang_models, tiny_target, converted):
+    def read(name: str, as_engine: str | None) -> e3.Eagle3Draft:
+        source, target = sglang_models / f"draft_{name}", sglang_models / "target"
+        folder = converted(source, "--target", str(target), *FLAGS.get(name, ()))
+        return e3.load_draft(folder, target=tiny_target, as_engine=as_engine)
+
+    return read
+
+
+def run(target, draft, golden: Request) -> list[Round]:
+    rounds = e3.rounds(
+        target,
+        draft,
+        [golden.prompt],
+        max_new_tokens=golden.max_new_tokens,
+        tree=golden.tree,
+        stop_token_ids=(),
+        tensors=True,
+    )
+    return list(rounds)
+
+
+@pytest.mark.parametrize("name", [*SAME, *IGNORED])
+def test_as_sglang_runs_it(name, load_variant, tiny_target):
+    golden = load("variants", name)["single0"]
+    draft = load_variant(name, ENGINE)
+    assert draft.engine == ENGINE
+    assert draft.draft_attention == "beam_slots"
+    rounds = run(tiny_target, draft, golden)
+    tokens = [rounds[0].tokens[0], *(token for r in rounds for token in r.emitted)]
+    stats = sglang_stats(
+        len(golden.prompt),
+        len(tokens),
+        [r.num_correct_drafts for r in rounds],
+        golden.tree.num_draft_tokens,
+    )
+    stats["finish_reason"] = {"type": "length", "length": golden.max_new_tokens}
+    result = compare_with_golden(golden, rounds, tokens=tokens, stats=stats)
+    assert result.differences == []
+    assert [r.accept_length for r in rounds] == golden.arrays["accept_len"].tolist()
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_switch_sglang_ignores_is_live(name, load_variant, tiny_target):
+    """Run as trained, the draft says something else than SGLang."""
+    golden = load("variants", name)["single0"]
+    draft = load_variant(name, None)
+    assert draft.engine is None
+    rounds = run(tiny_target, draft, golden)
+    assert rounds[0].tensors is not None
+    ours = rounds[0].tensors["prefill.extend_logits"]
+    assert np.abs(ours - golden.arrays["prefill/draft_logits"]).max() > 0.05
+    assert compare_with_golden(golden, rounds).differences
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_engine_profile_changes_nothing_else(name, load_variant):
+    assert load_variant(name, ENGINE).config == load_variant(name, None).config
+
+
+@pytest.mark.parametrize("name", [*SAME, *IGNORED])
+def test_the_recording_shows_the_change(name, base):
+    """What SGLang heeds moves the draft's first logits, what it ignores leaves them alone."""
+    before, after = base.arrays, load("variants", name)["single0"].arrays
+    heeded = name in SAME or name in ("attn_bias", "aux_6_1_3")
+    x, y = before["prefill/draft_logits"], after["prefill/draft_logits"]
+    if x.shape == y.shape:
+        assert (np.abs(x - y).max() > 0.05) == heeded
+    else:
+        assert heeded
