@@ -149,6 +149,8 @@ class DraftConfig:
       final_norm: whether `norm_final` stands before the head.
       double_norm: `norm_hidden(norm_embed(g))`, what ModelOpt >= 0.41 trains.
       embed: whose token embedding is used. head: whose output head.
+      fuse: `"none"` hands the aux features on as they are, which needs A * E == D: SGLang does so
+        whenever the widths are equal, whatever the draft was trained with.
     """
 
     hidden_size: int
@@ -176,6 +178,7 @@ class DraftConfig:
     embed: Literal["draft", "target"] = "target"
     head: Literal["draft", "target"] = "draft"
     num_layers: int = 1
+    fuse: Literal["fc", "none"] = "fc"
 
     def __post_init__(self):
         _positive(
@@ -198,6 +201,13 @@ class DraftConfig:
             )
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other")
+        if self.fuse not in ("fc", "none"):
+            raise ConfigError(f"fuse is {self.fuse!r}, expected fc or none")
+        if self.fuse == "none" and self.num_aux * self.target_hidden_size != self.hidden_size:
+            raise ConfigError(
+                f"fuse none needs {self.num_aux} states of {self.target_hidden_size} to be the "
+                f"draft's width {self.hidden_size}"
+            )
         if self.feedback not in ("pre_norm", "post_norm"):
             raise ConfigError(f"feedback is {self.feedback!r}, expected pre_norm or post_norm")
         if self.feedback == "post_norm" and not self.final_norm:
@@ -259,13 +269,15 @@ class DraftConfig:
             "o": (D, self.num_heads * self.head_dim),
         }
         mlp = {"gate": (F, D), "up": (F, D), "down": (D, F)}
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, A * E)}
-        if self.fc_bias:
-            shapes["fc.bias"] = (D,)
-        if self.norm_before_fc:
-            shapes["input_norm.weight"] = (A * E,)
-        if self.fc_norm:
-            shapes["fc_norm.weight"] = (A, E)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.fuse == "fc":
+            shapes["fc.weight"] = (D, A * E)
+            if self.fc_bias:
+                shapes["fc.bias"] = (D,)
+            if self.norm_before_fc:
+                shapes["input_norm.weight"] = (A * E,)
+            if self.fc_norm:
+                shapes["fc_norm.weight"] = (A, E)
         for name in ("norm_embed", "norm_hidden", "norm_post"):
             shapes[f"layers.0.{name}.weight"] = (D,)
         for name, shape in rows.items():

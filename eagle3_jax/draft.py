@@ -72,9 +72,10 @@ class Eagle3Draft(nnx.Module):
         self.draft_attention = draft_attention
         D, E, A = config.hidden_size, config.target_hidden_size, config.num_aux
         eps = config.rms_norm_eps
-        self.fc = Linear((D, A * E), bias=config.fc_bias, rngs=rngs)
-        self.input_norm = nnx.data(RMSNorm((A * E,), eps) if config.norm_before_fc else None)
-        self.fc_norm = nnx.data(RMSNorm((A, E), eps) if config.fc_norm else None)
+        fc = config.fuse == "fc"
+        self.fc = nnx.data(Linear((D, A * E), bias=config.fc_bias, rngs=rngs) if fc else None)
+        self.input_norm = nnx.data(RMSNorm((A * E,), eps) if fc and config.norm_before_fc else None)
+        self.fc_norm = nnx.data(RMSNorm((A, E), eps) if fc and config.fc_norm else None)
         self.layers = nnx.List([DraftLayer(config, rngs=rngs)])
         self.norm_final = nnx.data(RMSNorm((D,), eps) if config.final_norm else None)
         W, V = config.draft_vocab_size, config.vocab_size
@@ -116,7 +117,7 @@ class Eagle3Draft(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Of weights and activations."""
-        return self.fc.weight[...].dtype
+        return self.layers[0].norm_hidden.weight[...].dtype
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache for the draft layer."""
@@ -143,7 +144,7 @@ class Eagle3Draft(nnx.Module):
         x = x.reshape(*x.shape[:2], -1)
         if self.input_norm is not None:
             x = self.input_norm(x)
-        return self.fc(x)
+        return x if self.fc is None else self.fc(x)
 
     def step(
         self,

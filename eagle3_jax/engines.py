@@ -139,6 +139,7 @@ class _Reading:
             "rope": self._rope(),
             "head": head,
             "embed": embed,
+            "fuse": self._fuse(),
         }
         for name, value in fields.items():
             own = getattr(trained, name)
@@ -196,6 +197,11 @@ class _Reading:
         if wanted and name == "norm_before_fc" and "input_norm.weight" not in self.names:
             raise self._cannot("looks for input_norm.weight, the file spells it otherwise")
         return wanted
+
+    def _fuse(self) -> str:
+        """`fc` and its norms run only when the features are wider or narrower than the draft."""
+        features = self.trained.num_aux * self.trained.target_hidden_size
+        return "none" if features == self.trained.hidden_size else "fc"
 
     def _norm_before_fc(self) -> bool:
         return bool(self.source.eagle.get("norm_before_fc")) or self._truthy("norm_before_fc")

@@ -153,6 +153,8 @@ class Reference:
         return self.w[f"{name}.weight"] @ x + self.w.get(f"{name}.bias", 0.0)
 
     def fuse(self, aux):  # [A, E]
+        if self.config.fuse == "none":
+            return aux.reshape(-1)
         if self.config.fc_norm:
             aux = self.norm(aux, self.w["fc_norm.weight"])
         x = aux.reshape(-1)
@@ -238,6 +240,7 @@ SWITCHES = {
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "other_target_width": {"target_hidden_size": 7},
     "five_states": {"num_aux": 5, "aux_boundaries": (0, 1, 2, 3, 5)},
+    "no_fc": {"num_aux": 2, "target_hidden_size": 6, "aux_boundaries": (0, 1), "fuse": "none"},
     "target_embedding": {"embed": "target"},
     "target_head": {"head": "target", "draft_vocab_size": 20},
     "llama3_rope": {"rope": LLAMA3},
@@ -288,7 +291,7 @@ def test_every_switch_against_numpy(name):
         shared = Shared(jnp.asarray(embedding), jnp.asarray(head))
         found = unroll(draft, ids, aux, shared)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
-    if name not in ("base", "target_embedding"):
+    if name not in ("base", "target_embedding", "no_fc"):
         plain = {k: v for k, v in tensors.items() if k in BASE.tensor_shapes()}
         if all(plain[k].shape == s for k, s in BASE.tensor_shapes().items() if k in plain):
             other = Reference(BASE, {**random_case(BASE, 0)[0], **plain}).run(

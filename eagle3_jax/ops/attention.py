@@ -36,13 +36,16 @@ def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> 
 
 
 def _weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-    """Attention under a mask [B or 1, T, S]."""
+    """Attention under a mask [B or 1, T, S].
+
+    Heads go to the front first: on a CPU that moves q, and spares a transposed copy of the scores.
+    """
     B, T, N, H = q.shape
     K = k.shape[2]
     accum = jnp.dtype(accum_dtype(q.dtype))
     scores = jnp.einsum(
-        "btkgh,bskh->bkgts",
-        q.reshape(B, T, K, N // K, H),
+        "bkgth,bskh->bkgts",
+        q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4),
         k,
         precision="highest",
         preferred_element_type=accum,
@@ -50,9 +53,9 @@ def _weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: flo
     scores = jnp.where(seen[:, None, None], scores * scale, jnp.finfo(accum).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.einsum(
-        "bkgts,bskh->btkgh", weights, v, precision="highest", preferred_element_type=accum
+        "bkgts,bskh->bkgth", weights, v, precision="highest", preferred_element_type=accum
     )
-    return out.reshape(B, T, N, H).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q.dtype)
 
 
 def _visible(lengths: jax.Array, ancestors: jax.Array, slots: int) -> jax.Array:
