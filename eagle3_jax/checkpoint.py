@@ -55,6 +55,8 @@ def load_draft(
       ConfigError: the draft does not fit the target, or the engine cannot run it.
     """
     path = Path(path)
+    if target is not None and not isinstance(getattr(target, "config", None), TargetConfig):
+        raise ConfigError(f"target is a {type(target).__name__}, expected what load_target returns")
     manifest = read_manifest(path)
     config = manifest_config(manifest, path)
     layers = None if target is None else target.config.num_layers
@@ -130,9 +132,10 @@ def save_draft(
             "tensors": {name: describe(tensor) for name, tensor in tensors.items()},
             "versions": versions(),
         }
+    place = path.absolute()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=".draft.", suffix=".tmp"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
     try:
@@ -142,11 +145,12 @@ def save_draft(
             checkpointer.wait_until_finished()
         text = json.dumps(manifest, indent=1, allow_nan=False)
         (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        _replace(temporary, path)
+        _replace(temporary, place)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{path}: cannot be written: {error}") from error
+        if isinstance(error, Exception):  # tensorstore has its own for a full disk
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"{path}: cannot be written: {reason[:300]}") from error
         raise
     return path
 
@@ -288,12 +292,17 @@ def _replace(temporary: Path, path: Path):
     if not path.exists() or not any(path.iterdir()):
         os.replace(temporary, path)
         return
-    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".old"))
-    os.replace(path, old)
+    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=".draft.", suffix=".old"))
     try:
-        os.replace(temporary, path)
+        os.replace(path, old)
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            os.replace(old, path)
+            raise
     except BaseException:
-        os.replace(old, path)
+        if old.exists() and not any(old.iterdir()):
+            old.rmdir()
         raise
     shutil.rmtree(old)
 

@@ -1,14 +1,17 @@
 """What a call must satisfy before anything is compiled or allocated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 
-from eagle3_jax.config import Boundary, ConfigError, TreeConfig
+from eagle3_jax.config import Boundary, ConfigError, TargetConfig, TreeConfig, whole_number
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.targets.base import Target
 from eagle3_jax.tokenizer import Tokenizer
 from eagle3_jax.tree import DRAFT_ATTENTIONS, DraftAttention
+
+INT32 = range(-(2**31), 2**31)
 
 Prompts = Sequence[Sequence[int]] | Sequence[str]
 
@@ -25,6 +28,8 @@ def encode_prompts(
       ConfigError: texts mixed with ids, or the target did not come from a folder.
       FileError: the tokenizer extra is not installed, or the folder has no tokenizer.json.
     """
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)  # type: ignore[assignment]
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
         raise ConfigError(
             f"prompts is a {type(prompts).__name__}, expected a list of id lists or of texts"
@@ -50,7 +55,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[lis
         raise ConfigError("prompts is empty, expected at least one list of token ids")
     checked = []
     for i, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists of unequal lengths inside
+            ids = np.zeros((0, 0))
+        if ids.dtype == object and all(isinstance(t, int) for t in ids.flat):
+            ids = np.clip(ids, INT32[0], INT32[-1]).astype(np.int64)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise ConfigError(f"prompt {i} is {str(prompt)[:40]!r}, expected a list of token ids")
         if ids.size == 0:
@@ -64,6 +74,39 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[lis
             )
         checked.append([int(t) for t in ids])
     return checked
+
+
+def check_models(target: object, draft: object, tree: object):
+    """Raises `ConfigError` unless all three are of their types; draft and tree go together."""
+    if not isinstance(target, Target) or not isinstance(target.config, TargetConfig):
+        raise ConfigError(f"target is a {type(target).__name__}, expected what load_target returns")
+    if draft is None and tree is None:
+        return
+    if draft is None or tree is None:
+        raise ConfigError("draft and tree go together: give both or neither")
+    if not isinstance(draft, Eagle3Draft):
+        raise ConfigError(f"draft is a {type(draft).__name__}, expected what load_draft returns")
+    if not isinstance(tree, TreeConfig):
+        raise ConfigError(f"tree is {tree!r}, expected a TreeConfig")
+
+
+def check_stop_ids(ids: object) -> tuple[int, ...]:
+    """Stop ids as ints; ids outside the vocabulary are harmless and pass.
+
+    Raises:
+      ConfigError: no sequence of whole numbers, or one that is no 32-bit id.
+    """
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ConfigError(f"stop_token_ids is {ids!r}, expected a sequence of ids, () or None")
+    checked = []
+    for value in ids:
+        try:
+            checked.append(whole_number(value, "an id"))
+        except ConfigError:
+            raise ConfigError(f"stop_token_ids has {value!r}, expected whole numbers") from None
+        if checked[-1] not in INT32:
+            raise ConfigError(f"stop_token_ids has {value!r}, which is no 32-bit id")
+    return tuple(checked)
 
 
 def check_draft_attention(draft: Eagle3Draft, asked: str | None) -> DraftAttention:

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from eagle3_jax.checkpoint import CheckpointError
 from eagle3_jax.config import ConfigError
@@ -21,6 +21,9 @@ CODES: dict[type[ValueError], str] = {
 
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are errors like any other."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage."""
@@ -41,6 +44,9 @@ def run_command(
     except tuple(CODES) as error:
         code = next(code for kind, code in CODES.items() if isinstance(error, kind))
         return _fail(code, str(error), "--json" in argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         return _fail("FILE", f"{error.filename}: {error.strerror}", "--json" in argv)
 

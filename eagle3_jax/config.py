@@ -1,6 +1,7 @@
 """What a draft, a target and a tree are: frozen values, checked once when built."""
 
 import dataclasses
+import operator
 from typing import Any, Literal
 
 Boundary = int | Literal["final_norm"]
@@ -69,6 +70,20 @@ class AttentionConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embedding needs an even number")
+
+
+def whole_number(value: Any, what: str) -> int:
+    """A whole number of any integer type, NumPy's too, as an int.
+
+    Raises:
+      ConfigError: anything else; True and False are no numbers here.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{what} is {value!r}, expected a positive integer") from None
 
 
 def _positive(config: Any, *names: str):
@@ -353,13 +368,14 @@ class TreeConfig:
     num_draft_tokens: int
 
     def __init__(self, num_steps: int, topk: int = 1, num_draft_tokens: int | None = None):
+        num_steps = whole_number(num_steps, "TreeConfig.num_steps")
         if num_draft_tokens is None:
             if topk != 1:
                 raise ConfigError(f"num_draft_tokens is required for a tree (topk={topk})")
             num_draft_tokens = num_steps + 1
-        object.__setattr__(self, "num_steps", num_steps)
-        object.__setattr__(self, "topk", topk)
-        object.__setattr__(self, "num_draft_tokens", num_draft_tokens)
+        given = {"num_steps": num_steps, "topk": topk, "num_draft_tokens": num_draft_tokens}
+        for name, value in given.items():
+            object.__setattr__(self, name, whole_number(value, f"TreeConfig.{name}"))
         _positive(self, "num_steps", "topk", "num_draft_tokens")
         if topk == 1 and num_draft_tokens != num_steps + 1:
             raise ConfigError(

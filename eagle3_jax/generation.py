@@ -13,11 +13,13 @@ from eagle3_jax import loop, memory
 from eagle3_jax.checks import (
     Prompts,
     check_draft_attention,
+    check_models,
     check_pair,
     check_prompts,
+    check_stop_ids,
     encode_prompts,
 )
-from eagle3_jax.config import Boundary, ConfigError, TreeConfig
+from eagle3_jax.config import Boundary, ConfigError, TreeConfig, whole_number
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.modules import take_apart
 from eagle3_jax.state import Limits, Program, RoundRecord, Weights
@@ -94,6 +96,8 @@ def speculate(
       ConfigError: as for `generate`; also a draft made for another target width, vocabulary or
         depth, or a topk above the draft vocabulary.
     """
+    if draft is None or tree is None:
+        raise ConfigError("speculate needs a draft and a tree; generate decodes without")
     run = _Run(target, draft, prompts, max_new_tokens, tree, draft_attention, stop_token_ids, trace)
     return run.finish()
 
@@ -126,8 +130,6 @@ def rounds(
         `prefill.extend_logits`.
       The rest as for `speculate`.
     """
-    if (draft is None) != (tree is None):
-        raise ConfigError("draft and tree go together: give both or neither")
     run = _Run(
         target, draft, prompts, max_new_tokens, tree, draft_attention, stop_token_ids, True, tensors
     )
@@ -149,14 +151,17 @@ class _Run:
         trace: bool,
         tensors: bool = False,
     ):
+        check_models(target, draft, tree)
         self.target, self.draft, self.tree = target, draft, tree
         ids, self.tokenizer = encode_prompts(prompts, target)
         self.prompts = check_prompts(ids, target.config.vocab_size)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}, expected at least 1")
+        max_new_tokens = whole_number(max_new_tokens, "max_new_tokens")
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         self.max_new_tokens = max_new_tokens
-        stop = target.config.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
-        self.stop_ids = tuple(int(i) for i in stop)
+        self.stop_ids = check_stop_ids(
+            target.config.eos_token_ids if stop_token_ids is None else stop_token_ids
+        )
         self.draft_attention: DraftAttention = "ancestors"
         boundaries: tuple[Boundary, ...] = ()
         if draft is not None:

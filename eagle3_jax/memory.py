@@ -49,7 +49,7 @@ def need(
 
     Caches: keys and values of every layer and slot. Temporaries: the larger of prefill (one
     layer's attention scores four times in float32, its MLP, the captured states) and a round
-    (target logits and their copy, draft logits, attention scores).
+    (target logits and their copy, draft logits, attention scores, who is whose ancestor).
     """
     models = [(target, target_itemsize)] + ([(draft, draft_itemsize)] if draft else [])
     caches = sum(
@@ -69,6 +69,7 @@ def need(
     rounds = 2 * 4 * shape.batch * nodes * (target.vocab_size + target.num_heads * shape.slots)
     if draft is not None and tree is not None:
         rounds += 2 * 4 * shape.batch * tree.topk * draft.draft_vocab_size
+        rounds += 12 * shape.batch * nodes**2
     return Need(caches, max(prefill, rounds))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_models import draft_config, random_draft, random_target, target_config
@@ -78,10 +79,50 @@ def test_unknown_draft_attention(pair):
         e3.speculate(target, draft, [[1]], max_new_tokens=4, tree=TREE, draft_attention="full")
 
 
-def test_draft_without_tree(pair):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draft": None}, "speculate needs a draft and a tree"),
+        ({"tree": None}, "speculate needs a draft and a tree"),
+        ({"tree": (2, 2, 4)}, r"tree is \(2, 2, 4\), expected a TreeConfig"),
+        ({"target": "folder"}, "target is a str, expected what load_target returns"),
+        ({"draft": "folder"}, "draft is a str, expected what load_draft returns"),
+        ({"stop_token_ids": 2}, "stop_token_ids is 2, expected a sequence"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is '12'"),
+        ({"stop_token_ids": [None]}, "stop_token_ids has None"),
+        ({"stop_token_ids": [2.5]}, "stop_token_ids has 2.5"),
+        ({"stop_token_ids": [2**40]}, "no 32-bit id"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),
+        ({"prompts": [[1, [2, 3]]]}, "prompt 0 is .*, expected a list of token ids"),
+        ({"prompts": [[2**70]]}, "outside the target's vocabulary"),
+    ],
+)
+def test_arguments_of_another_type(pair, change, message):
     target, draft = pair
+    arguments = {"target": target, "draft": draft, "prompts": [[1]], "max_new_tokens": 4}
+    arguments |= {"tree": TREE, **change}
+    with pytest.raises(e3.ConfigError, match=message):
+        e3.speculate(**arguments)
+
+
+def test_target_and_draft_swapped(pair):
+    target, draft = pair
+    with pytest.raises(e3.ConfigError, match="target is a Eagle3Draft"):
+        e3.speculate(draft, target, [[1]], max_new_tokens=4, tree=TREE)
     with pytest.raises(e3.ConfigError, match="draft and tree go together"):
         e3.rounds(target, draft, [[1]], max_new_tokens=4, tree=None)
+
+
+def test_numpy_and_jax_numbers_are_numbers(pair):
+    target, draft = pair
+    tree = e3.TreeConfig(np.int64(2), np.int32(2), np.int64(4))
+    assert tree == TREE
+    prompts = [[1, 2], [3, 4]]
+    expected = e3.speculate(target, draft, prompts, max_new_tokens=4, tree=TREE).tokens
+    for same in (np.asarray(prompts), jnp.asarray(prompts), tuple(map(tuple, prompts))):
+        found = e3.speculate(target, draft, same, max_new_tokens=np.int64(4), tree=tree)
+        assert found.tokens == expected
 
 
 def test_default_stop_is_the_targets_eos(pair):

@@ -75,6 +75,11 @@ MUTATIONS = [
     Mutation(
         "rms_norm_eps", "1e-3 for 1e-5 (1e-6 moves nothing by 1e-4)", m.flip(rms_norm_eps=1e-3)
     ),
+    Mutation(
+        "fuse",
+        "one state as wide as the draft handed on without fc",
+        m.flip(num_aux=1, aux_boundaries=(5,), fuse="none"),
+    ),
     # which states
     Mutation("aux_boundaries low - 1", "off by one", boundaries(1, 4, 5)),
     Mutation("aux_boundaries low + 1", "off by one", boundaries(3, 4, 5)),
