@@ -1,5 +1,6 @@
 """Paths and converted drafts for every test, and the check of skipped tests."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def pytest_addoption(parser: pytest.Parser):
 
 def pytest_configure(config: pytest.Config):
     skip_check.register(config)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+    """Compiled programs hold memory maps, and a process may have only so many of them."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
