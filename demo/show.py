@@ -8,12 +8,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from eagle3_jax import Generation, Round, Trace
+from eagle3_jax.comparison import NEAR_TIE, first_difference
 from eagle3_jax.live import by_depth, has_color, token_depths
 from eagle3_jax.tokenizer import Tokenizer
-
-NEAR_TIE = 1e-3
-"""Logits closer than this may change places between two float32 programs that sum in another
-order; the logits themselves agree to about 1e-4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +50,14 @@ class Comparison:
 
     @property
     def near_tie(self) -> bool:
-        return self.margin is not None and self.margin < NEAR_TIE
+        return self.margin is not None and self.margin < NEAR_TIE["float32"]
 
 
 def compare(plain: Run, other: Run) -> Comparison:
     """The first difference. Pass i of plain decoding chose token i + 1, the prefill token 0."""
-    if plain.tokens == other.tokens:
+    position = first_difference(plain.tokens, other.tokens)
+    if position is None:
         return Comparison()
-    pairs = enumerate(zip(plain.tokens, other.tokens, strict=False))
-    shorter = min(len(plain.tokens), len(other.tokens))
-    position = next((i for i, (a, b) in pairs if a != b), shorter)
     if not 0 < position < len(plain.tokens):
         return Comparison(position)
     return Comparison(position, plain.trace.rounds[position - 1].margins[0])

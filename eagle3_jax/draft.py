@@ -12,7 +12,7 @@ from eagle3_jax.cache import KVCache
 from eagle3_jax.config import ConfigError, DraftConfig
 from eagle3_jax.layers import MLP, Attention, Buffer, Linear, RMSNorm, Rows, rotations
 from eagle3_jax.modules import build
-from eagle3_jax.precision import matmul, precision
+from eagle3_jax.precision import matmul
 
 
 @jax.tree_util.register_dataclass
@@ -193,12 +193,3 @@ class Eagle3Draft(nnx.Module):
         if shared is None:
             raise ConfigError(f"this draft uses the target's {what}: pass shared=target.shared()")
         return shared.embedding if what == "embedding" else shared.head
-
-
-def random_draft(config: DraftConfig, seed: int, dtype: str = "float32") -> Eagle3Draft:
-    """A draft with normal weights of variance 1/fan-in, for tests and as a start for training."""
-    compute = jnp.dtype(precision(dtype).compute)
-    draft = Eagle3Draft(config, rngs=nnx.Rngs(seed))
-    graphdef, state = nnx.split(draft)
-    cast = jax.tree.map(lambda x: x.astype(compute) if x.dtype == jnp.float32 else x, state)
-    return nnx.merge(graphdef, cast)

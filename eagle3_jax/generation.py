@@ -1,7 +1,6 @@
 """The public way to generate: everything checked on the host, then one program on the device."""
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from eagle3_jax.state import Limits, Program, RoundRecord, Weights
 from eagle3_jax.targets.base import Target
 from eagle3_jax.trace import Round, Trace, sglang_stats
 from eagle3_jax.tree import DraftAttention
-from eagle3_jax.version import __version__
+from eagle3_jax.version import installed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,8 +316,7 @@ class _Run:
 
 def versions() -> dict[str, str]:
     """Of this package and those it computes with."""
-    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
-    return {"eagle3_jax": __version__, **found}
+    return installed("jax", "jaxlib", "flax", "numpy")
 
 
 def _bucket(n: int) -> int:

@@ -82,9 +82,7 @@ def start(
         log=None,
     )
     if program.trace:
-        shape = jax.eval_shape(
-            lambda s: round_(program, weights, s, limits)[1], dataclasses.replace(state)
-        )
+        shape = jax.eval_shape(lambda s: round_(program, weights, s, limits)[1], state)
         log = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), shape)
         state = dataclasses.replace(state, log=log)
     return state, tensors if program.tensors else {}

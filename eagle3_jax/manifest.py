@@ -1,7 +1,6 @@
 """`draft.json`: what was found, where every value comes from, and how to check it."""
 
 import dataclasses
-import importlib.metadata
 import math
 import platform
 from pathlib import Path
@@ -16,7 +15,7 @@ from eagle3_jax.files.shards import TensorSource, sha256_file
 from eagle3_jax.findings import Findings
 from eagle3_jax.rope_config import RopeChoice
 from eagle3_jax.source_config import SourceConfig
-from eagle3_jax.version import __version__
+from eagle3_jax.version import installed
 from eagle3_jax.vocab import VocabMap, to_offsets
 
 FORMAT = 1
@@ -79,9 +78,8 @@ def config_json(config: DraftConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what computes and writes a checkpoint."""
-    names = ("jax", "numpy", "orbax-checkpoint")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"eagle3_jax": __version__, "python": platform.python_version(), **found}
+    found = installed("jax", "numpy", "orbax-checkpoint")
+    return {"python": platform.python_version(), **found}
 
 
 def _origins(draft: SourceDraft, config: DraftConfig, vocab: VocabMap) -> dict[str, str]:

@@ -1,3 +1,11 @@
-"""The version, alone in a file so that packaging can read it without importing jax."""
+"""The version, in a file that packaging reads without importing jax, and those it ran with."""
+
+import importlib.metadata
 
 __version__ = "0.1.0"
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """This package's version and those of the packages named."""
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"eagle3_jax": __version__, **found}

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_models import random_draft
 
 from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig
-from eagle3_jax.draft import Eagle3Draft, Shared, random_draft
+from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.layers import Rows, pack_bits
 
 TOY = Path(__file__).parent / "data" / "dialects" / "golden_toy.npz"
@@ -346,7 +347,7 @@ def test_fuse_and_step_never_guess():
             Rows.prefill(1, 2),
             draft.new_cache(1, 2),
         )
-    borrowed = random_draft(dataclasses.replace(BASE, embed="target"), seed=0)
+    borrowed = random_draft(dataclasses.replace(BASE, embed="target"), seed=0, dtype=np.float32)
     with pytest.raises(ConfigError, match="uses the target's embedding"):
         borrowed.step(
             jnp.zeros((1, 2), jnp.int32),
