@@ -23,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser):
 
 def pytest_configure(config: pytest.Config):
     skip_check.register(config)
+    import jax
+
+    # A broadcast over a missing axis, or a silent change of dtype, is a bug in this code.
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 @pytest.fixture(autouse=True, scope="module")
