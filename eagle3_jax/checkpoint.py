@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from eagle3_jax import memory
 from eagle3_jax.canonical_tensors import describe, sha256_array
 from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig, TargetConfig
 from eagle3_jax.draft import Eagle3Draft
@@ -73,6 +74,7 @@ def load_draft(
         config, draft_attention = profile.config, profile.draft_attention
     if target is not None:
         config = fit(config, target.config)
+    memory.check_weights(str(path), config.tensor_shapes().values(), dtype)
     tensors = read_tensors(path, config.tensor_shapes(), manifest["tensors"])
     return Eagle3Draft.from_tensors(
         config, tensors, dtype, engine=as_engine, draft_attention=draft_attention

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from convert import from_torch
-from eagle3_jax import generate_command
+from eagle3_jax import generate_command, record_command
 from eagle3_jax.command import Parser, run_command
 
 
@@ -28,4 +28,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             "generate", help="text without a draft", description=generate_command.GENERATE
         )
     )
+    record_command.add_parser(commands)
     return run_command(parser, lambda args: args.run(args), argv)

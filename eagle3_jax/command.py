@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -11,8 +13,12 @@ from eagle3_jax.checkpoint import CheckpointError
 from eagle3_jax.config import ConfigError
 from eagle3_jax.files.shards import FileError
 from eagle3_jax.findings import ConvertError
+from eagle3_jax.record import RecordError
+
+BROKEN_PIPE = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
 
 CODES: dict[type[ValueError], str] = {
+    RecordError: "RECORD",
     FileError: "FILE",
     CheckpointError: "CHECKPOINT",
     ConfigError: "CONFIG_INVALID",
@@ -38,7 +44,12 @@ def run_command(
     """Parses and runs; `run`'s status, or 2 after one line on stderr (an object with `--json`)."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return run(parser.parse_args(argv)) or 0
+        status = run(parser.parse_args(argv)) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head`: what is left unsaid was not wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except ConvertError as error:
         return _fail(error.code, str(error), "--json" in argv)
     except tuple(CODES) as error:

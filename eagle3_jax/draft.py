@@ -10,7 +10,7 @@ from flax import nnx
 
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import ConfigError, DraftConfig
-from eagle3_jax.layers import MLP, Attention, Buffer, Linear, RMSNorm, Rows, rotations
+from eagle3_jax.layers import MLP, Attention, Buffer, Linear, RMSNorm, Rows, Table, rotations
 from eagle3_jax.modules import build
 from eagle3_jax.precision import matmul
 
@@ -79,8 +79,8 @@ class Eagle3Draft(nnx.Module):
         self.layers = nnx.List([DraftLayer(config, rngs=rngs)])
         self.norm_final = nnx.data(RMSNorm((D,), eps) if config.final_norm else None)
         W, V = config.draft_vocab_size, config.vocab_size
-        self.lm_head = nnx.data(Linear((W, D), rngs=rngs) if config.head == "draft" else None)
-        self.embed = nnx.data(Linear((V, D), rngs=rngs) if config.embed == "draft" else None)
+        self.lm_head = nnx.data(Table((W, D), rngs=rngs) if config.head == "draft" else None)
+        self.embed = nnx.data(Table((V, D), rngs=rngs) if config.embed == "draft" else None)
         self.draft_to_target = Buffer(jnp.arange(W, dtype=jnp.int32))
 
     @classmethod
@@ -187,7 +187,7 @@ class Eagle3Draft(nnx.Module):
         """Draft ids -> target ids, `i + d2t[i]` (SGLang's `hot_token_id[i]`)."""
         return jnp.take(self.draft_to_target[...], draft_ids, mode="clip")
 
-    def _own_or_shared(self, own: Linear | None, shared: Shared | None, what: str) -> jax.Array:
+    def _own_or_shared(self, own: Table | None, shared: Shared | None, what: str) -> jax.Array:
         if own is not None:
             return own.weight[...]
         if shared is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -62,17 +63,53 @@ def pack_bits(dense: np.ndarray) -> np.ndarray:
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias` with PyTorch's `[out, in]` weight; the result has x's dtype."""
+    """`x @ weight.T + bias`; the result has x's dtype.
 
-    def __init__(self, size: tuple[int, int], *, bias: bool = False, rngs: nnx.Rngs):
+    Checkpoints hold PyTorch's `[out, in]`. Here a weight that makes its input wider stays so, and
+    one that makes it narrower is kept as `[in, out]`: with a few rows on a CPU each is the faster
+    of the two by 10 to 40% (bench/matmul.py).
+
+    Args:
+      size: out and in.
+      parts: name -> rows, when several checkpoint tensors stacked along `out` are one weight here
+        (`modules.build` reads them): one product instead of two or three.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int],
+        *,
+        bias: bool = False,
+        parts: Mapping[str, int] | None = None,
+        rngs: nnx.Rngs,
+    ):
         scale = 1.0 / math.sqrt(size[1])
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), size, jnp.float32) * scale)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(size[:1], jnp.float32)) if bias else None)
+        self.narrows = size[0] < size[1]
+        stored = size[::-1] if self.narrows else size
+        names = None if parts is None else tuple(parts.items())
+        self.weight = nnx.Param(
+            jax.random.normal(rngs.params(), stored, jnp.float32) * scale,
+            parts=names,
+            transposed=self.narrows,
+        )
+        self.bias = nnx.data(
+            nnx.Param(jnp.zeros(size[:1], jnp.float32), parts=names, transposed=False)
+            if bias
+            else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., out]."""
-        y = matmul(x, self.weight[...]).astype(x.dtype)
+        y = matmul(x, self.weight[...], transposed=self.narrows).astype(x.dtype)
         return y if self.bias is None else y + _row(self.bias[...], y.ndim)
+
+
+class Table(nnx.Module):
+    """An embedding or a head: [V, E], one row a token, used as it is stored."""
+
+    def __init__(self, size: tuple[int, int], *, rngs: nnx.Rngs):
+        scale = 1.0 / math.sqrt(size[1])
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), size, jnp.float32) * scale)
 
 
 class RMSNorm(nnx.Module):
@@ -138,9 +175,10 @@ class Attention(nnx.Module):
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
         self.config = config
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear((query, config.input_size), bias=config.qkv_bias, rngs=rngs)
-        self.k = Linear((key, config.input_size), bias=config.qkv_bias, rngs=rngs)
-        self.v = Linear((key, config.input_size), bias=config.qkv_bias, rngs=rngs)
+        parts = {"q": query, "k": key, "v": key}
+        self.qkv = Linear(
+            (query + 2 * key, config.input_size), bias=config.qkv_bias, parts=parts, rngs=rngs
+        )
         self.o = Linear((config.output_size, query), bias=config.output_bias, rngs=rngs)
 
     def __call__(
@@ -153,10 +191,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         """Writes the rows' keys and values to the cache, then attends: [B, T, output_size]."""
         B, T, _ = x.shape
-        H = self.config.head_dim
-        q = rotate(self.q(x).reshape(B, T, self.config.num_heads, H), *rotation)
-        k = rotate(self.k(x).reshape(B, T, self.config.num_kv_heads, H), *rotation)
-        v = self.v(x).reshape(B, T, self.config.num_kv_heads, H)
+        N, K, H = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        qk, v = jnp.split(self.qkv(x).reshape(B, T, N + 2 * K, H), [N + K], axis=2)
+        q, k = jnp.split(rotate(qk, *rotation), [N], axis=2)
         cache = cache.write(layer, k, v, rows.start)
         scale = H**-0.5
         if rows.ancestors is None:
@@ -172,10 +209,11 @@ class MLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, hidden: int, width: int, *, bias: bool = False, rngs: nnx.Rngs):
-        self.gate = Linear((width, hidden), bias=bias, rngs=rngs)
-        self.up = Linear((width, hidden), bias=bias, rngs=rngs)
+        parts = {"gate": width, "up": width}
+        self.gate_up = Linear((2 * width, hidden), bias=bias, parts=parts, rngs=rngs)
         self.down = Linear((hidden, width), bias=bias, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., hidden] -> [..., hidden]."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)

@@ -1,12 +1,15 @@
 """What a call will need, in bytes, before anything is allocated or compiled."""
 
 import dataclasses
+import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
 from eagle3_jax.config import ConfigError, DraftConfig, TargetConfig, TreeConfig
+from eagle3_jax.precision import precision
 
 MIB = 2**20
 
@@ -101,12 +104,19 @@ def _cgroup_free() -> int:
     return 2**62
 
 
-def check_weights(where: str, tensors: int, dtype: str, free: int | None):
-    """Refuses a model whose weights alone exceed the free memory.
+def check_weights(
+    where: str, shapes: Iterable[tuple[int, ...]], dtype: str, free: int | None = None
+):
+    """Refuses a model whose weights alone exceed the free memory, before a tensor is read.
+
+    Args:
+      free: bytes; None asks the machine (`free_bytes`).
 
     Raises:
       NotEnoughMemoryError: with both numbers, and whether a smaller dtype would fit.
     """
+    tensors = sum(math.prod(shape) for shape in shapes) * precision(dtype).compute.itemsize
+    free = free_bytes() if free is None else free
     if free is None or tensors <= free:
         return
     hint = ""

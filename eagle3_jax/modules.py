@@ -67,16 +67,57 @@ def build(
     flat = nnx.to_flat_state(state)
     filled = []
     for path, variable in flat:
-        name = ".".join(map(str, path))
-        if name not in names:
-            raise ConfigError(f"tensor {name} is missing")
-        array = read(name)
-        shape = variable.get_value().shape
-        if tuple(array.shape) != tuple(shape):
-            raise ConfigError(
-                f"tensor {name} has shape {list(array.shape)}, expected {list(shape)}"
+        parts, transposed = _stored(variable)
+        shape = tuple(variable.get_value().shape)
+        if transposed:
+            shape = shape[::-1]
+        if parts is None:
+            array = _read(".".join(map(str, path)), shape, read, names)
+        else:
+            *block, _, kind = map(str, path)
+            array = np.concatenate(
+                [
+                    _read(".".join((*block, name, kind)), (rows, *shape[1:]), read, names)
+                    for name, rows in parts
+                ]
             )
         if jnp.issubdtype(array.dtype, jnp.floating):
             array = array.astype(compute, copy=False)
+        if transposed:
+            array = np.ascontiguousarray(array.T)
         filled.append((path, variable.replace(jax.device_put(array))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def tensors_of(module: nnx.Module) -> dict[str, np.ndarray]:
+    """The module's tensors as a checkpoint has them, by canonical name: the inverse of `build`."""
+    tensors: dict[str, np.ndarray] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        parts, transposed = _stored(variable)
+        array = np.asarray(variable.get_value())
+        array = array.T if transposed else array
+        if parts is None:
+            tensors[".".join(map(str, path))] = array
+            continue
+        *block, _, kind = map(str, path)
+        ends = np.cumsum([rows for _, rows in parts])
+        for (name, rows), end in zip(parts, ends, strict=True):
+            tensors[".".join((*block, name, kind))] = array[end - rows : end]
+    return tensors
+
+
+def _stored(variable: Any) -> tuple[tuple[tuple[str, int], ...] | None, bool]:
+    """How `layers.Linear` says its weight differs from the checkpoint's."""
+    metadata = variable.get_metadata()
+    return metadata.get("parts"), metadata.get("transposed", False)
+
+
+def _read(
+    name: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], names: Mapping[str, Any]
+) -> np.ndarray:
+    if name not in names:
+        raise ConfigError(f"tensor {name} is missing")
+    array = read(name)
+    if tuple(array.shape) != shape:
+        raise ConfigError(f"tensor {name} has shape {list(array.shape)}, expected {list(shape)}")
+    return array

@@ -211,6 +211,7 @@ def _variants(plain: Mapping[str, str], config: SourceConfig):
     act = config.layer("hidden_act") or config.layer("hidden_activation")
     if act is not None and config.text(act) not in ("silu", "swish"):
         problems.append(f"{act.key} {shorten(act.value)} (supported: silu)")
+    problems += [f"{field.key} {shorten(field.value)}" for field in config.scalings()]
     model = config.layer("model_type") if config.nested else None
     if model is not None and (config.text(model) or "").startswith("gemma"):
         problems.append(f"{model.key} {shorten(model.value)} (its norms scale by 1 + weight)")

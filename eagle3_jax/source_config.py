@@ -10,6 +10,17 @@ from eagle3_jax.findings import ConvertError
 LARGEST = 1 << 53
 """No size of a model comes near; JSON readers elsewhere keep integers exact up to it."""
 
+SCALINGS: dict[str, float | None] = {
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+}
+"""Keys of other families' arithmetic, with the value that leaves Llama's as it is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -49,6 +60,11 @@ class SourceConfig:
         """A field of the decoder layer's part."""
         value = self._layer.get(key)
         return None if value is None else Field(value, self._layer_prefix + key)
+
+    def scalings(self) -> list[Field]:
+        """Factors and caps that Llama lacks (Granite, Cohere and Gemma have them), unless neutral."""
+        found = [self.layer(key) for key in SCALINGS]
+        return [f for f in found if f is not None and f.value != SCALINGS[f.key.split(".")[-1]]]
 
     def eagle_config(self, key: str) -> Field | None:
         """A field of `eagle_config`."""

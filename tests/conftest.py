@@ -31,11 +31,18 @@ def pytest_configure(config: pytest.Config):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _free_programs():
-    """Compiled programs hold memory maps, and a process may have only so many of them."""
-    yield
+def _programs(request: pytest.FixtureRequest):
+    """Compiled programs hold memory maps, of which a process may have only so many.
+
+    `quick_compile` is for files that compile much and run little; the traces of SGLang are compared
+    with and without XLA's optimisations.
+    """
     import jax
 
+    quick = request.node.get_closest_marker("quick_compile") is not None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
     gc.collect()
 

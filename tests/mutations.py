@@ -8,20 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from eagle3_jax import loop, tree, verify
 from eagle3_jax.cache import KVCache
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.modules import tensors_of
 from eagle3_jax.targets.llama import LlamaTarget
 
 Tensors = dict[str, np.ndarray]
-
-
-def tensors_of(draft: Eagle3Draft) -> Tensors:
-    """The draft's tensors by canonical name."""
-    state = nnx.to_flat_state(nnx.state(draft))
-    return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in state}
 
 
 def rebuilt(draft: Eagle3Draft, tensors: Tensors | None = None, **fields: Any) -> Eagle3Draft:

@@ -27,7 +27,8 @@ def randomize(make, seed: int, dtype, vocab_size: int):
             elif name.endswith("bias"):
                 value = 0.3 * value
             else:
-                value = value / np.sqrt(shape[-1])
+                transposed = variable.get_metadata().get("transposed", False)
+                value = value / np.sqrt(shape[0 if transposed else -1])
             value = value.astype(dtype)
         filled.append((path, variable.replace(jnp.asarray(value))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))

@@ -22,6 +22,7 @@ from eagle3_jax.checkpoint import (
     save_draft,
 )
 from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.modules import tensors_of
 
 SIZES = {
     "hidden_size": 8,
@@ -98,7 +99,7 @@ def test_a_converted_draft_is_loaded_in_the_dtype_asked_for(tmp_path, capsys):
     for dtype in ("float32", "bfloat16", "float16"):
         loaded = load_draft(command.out, dtype=dtype)
         expected = toy.tensors()["midlayer.self_attn.q_proj.weight"].astype(jnp.dtype(dtype))
-        weight = np.asarray(loaded.layers[0].attn.q.weight[...])
+        weight = tensors_of(loaded)["layers.0.attn.q.weight"]
         assert weight.tobytes() == expected.tobytes()
         assert np.asarray(loaded.draft_to_target[...]).tolist() == toy.target_ids().tolist()
 

@@ -258,6 +258,14 @@ def test_a_latent_attention_draft_is_refused_by_name(command, tmp_path):
     command.refused("ARCH_MLA", "an MLA draft", toy.write(tmp_path / "draft", latent))
 
 
+def test_another_familys_scaling_is_refused(command, tmp_path):
+    def scaled(config, tensors):
+        config["logit_scale"] = 0.0625
+
+    folder = toy.write(tmp_path / "draft", scaled)
+    command.refused("ARCH_UNKNOWN_VARIANT", "logit_scale 0.0625", folder)
+
+
 def test_a_gated_attention_with_another_activation_names_both(command, tmp_path):
     def gated(config, tensors):
         config["hidden_act"] = "situ"

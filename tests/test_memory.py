@@ -75,10 +75,21 @@ def test_free_memory_is_a_number_here():
 
 
 def test_weights_that_do_not_fit():
+    shapes = [(memory.MIB,), (512, 2048)]
     with pytest.raises(
         memory.NotEnoughMemoryError,
         match="8 MiB as float32, 5 MiB are free; dtype='bfloat16' takes 4 MiB and would fit",
     ):
-        memory.check_weights("DIR", 8 * memory.MIB, "float32", 5 * memory.MIB)
-    memory.check_weights("DIR", 8 * memory.MIB, "float32", 8 * memory.MIB)
-    memory.check_weights("DIR", 8 * memory.MIB, "float32", None)
+        memory.check_weights("DIR", shapes, "float32", 5 * memory.MIB)
+    memory.check_weights("DIR", shapes, "float32", 8 * memory.MIB)
+    memory.check_weights("DIR", shapes, "bfloat16", 5 * memory.MIB)
+
+
+def test_models_that_do_not_fit_are_refused_unread(sglang_models, converted, monkeypatch):
+    target = sglang_models / "target"
+    draft = converted(sglang_models / "draft", "--target", str(target))
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
+    monkeypatch.setattr("numpy.memmap", None)  # nothing may be read
+    for load, path in ((e3.load_target, target), (e3.load_draft, draft)):
+        with pytest.raises(memory.NotEnoughMemoryError, match=re.escape(str(path))):
+            load(path)

@@ -13,7 +13,9 @@ import eagle3_jax as e3
 from eagle3_jax import loop
 from eagle3_jax.config import RopeConfig
 
-DRAWS = 24
+pytestmark = pytest.mark.quick_compile
+
+DRAWS = 60
 NEW = 20
 
 # (batch, tree, draft_attention, target changes, draft changes)

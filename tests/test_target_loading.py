@@ -99,23 +99,30 @@ def every_tensor(target) -> dict[str, np.ndarray]:
     found = {EMBED: target.embed.weight, "model.norm.weight": target.norm.weight}
     if target.lm_head is not None:
         found[HEAD] = target.lm_head.weight
+    found = {name: np.asarray(value[...]) for name, value in found.items()}
     for i, block in enumerate(target.layers):
-        modules = {
-            "input_layernorm": block.norm_in,
-            "post_attention_layernorm": block.norm_post,
-            "self_attn.q_proj": block.attn.q,
-            "self_attn.k_proj": block.attn.k,
-            "self_attn.v_proj": block.attn.v,
-            "self_attn.o_proj": block.attn.o,
-            "mlp.gate_proj": block.mlp.gate,
-            "mlp.up_proj": block.mlp.up,
-            "mlp.down_proj": block.mlp.down,
+        layer = f"model.layers.{i}."
+        found[f"{layer}input_layernorm.weight"] = np.asarray(block.norm_in.weight[...])
+        found[f"{layer}post_attention_layernorm.weight"] = np.asarray(block.norm_post.weight[...])
+        stacked = {
+            "self_attn": (block.attn.qkv, {"q_proj": 12, "k_proj": 6, "v_proj": 6}),
+            "mlp": (block.mlp.gate_up, {"gate_proj": 12, "up_proj": 12}),
         }
-        for name, module in modules.items():
-            found[f"model.layers.{i}.{name}.weight"] = module.weight
-            if getattr(module, "bias", None) is not None:
-                found[f"model.layers.{i}.{name}.bias"] = module.bias
-    return {name: np.asarray(value[...]) for name, value in found.items()}
+        for place, (module, rows) in stacked.items():
+            for kind in ("weight", "bias"):
+                if getattr(module, kind) is None:
+                    continue
+                parts = np.split(
+                    np.asarray(getattr(module, kind)[...]), np.cumsum([*rows.values()])
+                )
+                for name, part in zip(rows, parts, strict=False):
+                    found[f"{layer}{place}.{name}.{kind}"] = part
+        narrow = {"self_attn.o_proj": block.attn.o, "mlp.down_proj": block.mlp.down}
+        for name, module in narrow.items():
+            found[f"{layer}{name}.weight"] = np.asarray(module.weight[...]).T
+            if module.bias is not None:
+                found[f"{layer}{name}.bias"] = np.asarray(module.bias[...])
+    return found
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -250,6 +257,11 @@ BAD_CONFIGS = {
         "head_dim",
     ),
     "odd head_dim": ({"head_dim": 5}, "head_dim is 5, rotary embedding needs an even number"),
+    "capped": (
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping is 30.0, which LlamaForCausalLM does not have",
+    ),
+    "scaled": ({"embedding_multiplier": 12}, "embedding_multiplier is 12, which Llama"),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
     "yarn": (
         {"rope_scaling": YARN},

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +47,9 @@ class _Entry:
 class SafetensorsFile:
     """One safetensors file, its header checked in full before any tensor is touched.
 
+    Attributes:
+      metadata: the header's `__metadata__`, as it stands.
+
     Raises:
       FileError: truncated, a header that is not the format's, sizes or offsets that disagree with
         each other or with the file, overlaps and holes.
@@ -57,13 +59,13 @@ class SafetensorsFile:
         self.path = path
         self.files = (path,)
         self.notes: tuple[str, ...] = ()
-        self._map: mmap.mmap | None = None
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 self._data_start, header = _read_header(path, file, size)
         except OSError as error:
             raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+        self.metadata = _metadata(path, header)
         self._entries = _check_entries(path, header, size - self._data_start)
         self._size = size
 
@@ -79,30 +81,24 @@ class SafetensorsFile:
     def where(self, name: str) -> str:  # noqa: D102
         return str(self.path)
 
-    def read(self, name: str) -> np.ndarray:  # noqa: D102
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as a map of its own, whose pages go when the array goes."""
         entry = self._entry(name)
-        count = math.prod(entry.shape)
-        if count == 0:
+        if 0 in entry.shape:
             return np.zeros(entry.shape, entry.dtype)
-        start = self._data_start + entry.start
-        array = np.frombuffer(self._mapped(), entry.dtype, count, start).reshape(entry.shape)
-        return array if array.flags.aligned else array.copy()
+        offset = self._data_start + entry.start
+        try:
+            if self.path.stat().st_size != self._size:
+                raise FileError(f"{self.path}: changed since it was opened")
+            array = np.memmap(self.path, entry.dtype, "r", offset, entry.shape)
+        except OSError as error:
+            raise FileError(f"{self.path}: cannot be read: {error.strerror}") from None
+        return array if array.flags.aligned else np.array(array)
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             raise FileError(f"{self.path}: has no tensor {name!r}")
         return self._entries[name]
-
-    def _mapped(self) -> mmap.mmap:
-        if self._map is None:
-            try:
-                with self.path.open("rb") as file:
-                    if os.fstat(file.fileno()).st_size != self._size:
-                        raise FileError(f"{self.path}: changed since it was opened")
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except OSError as error:
-                raise FileError(f"{self.path}: cannot be read: {error.strerror}") from None
-        return self._map
 
 
 def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
@@ -118,10 +114,14 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[int, dict[str, 
     return 8 + length, parse_object(file.read(length), f"{path}: safetensors header")
 
 
-def _check_entries(path: Path, header: dict[str, Any], data_size: int) -> dict[str, _Entry]:
+def _metadata(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise FileError(f"{path}: __metadata__ is {metadata!r}, expected an object")
+    return metadata
+
+
+def _check_entries(path: Path, header: dict[str, Any], data_size: int) -> dict[str, _Entry]:
     entries = {name: _check_entry(path, name, item) for name, item in header.items()}
     position, previous = 0, "the start of the data"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):

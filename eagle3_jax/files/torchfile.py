@@ -41,17 +41,7 @@ class TorchFile:
         return str(self.path)
 
     def read(self, name: str) -> np.ndarray:  # noqa: D102
-        import torch  # pyright: ignore[reportMissingImports]
-
-        tensor = self._tensor(name).detach().contiguous()
-        if tensor.dtype is torch.bfloat16:
-            array = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        elif self.dtype(name).startswith(("float8", "float4")):
-            raise FileError(f"{self.path}: tensor {name!r} is {self.dtype(name)}, not readable")
-        else:
-            array = tensor.numpy()
-        array.flags.writeable = False
-        return array
+        return to_numpy(self._tensor(name), f"{self.path}: tensor {name!r}")
 
     def _tensor(self, name: str) -> Any:
         if name not in self._tensors:
@@ -59,7 +49,12 @@ class TorchFile:
         return self._tensors[name]
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_dict(path: Path) -> dict[str, Any]:
+    """A pickled dict by name, weights-only; its values may be anything that torch allows there.
+
+    Raises:
+      FileError: torch is not installed, a file torch refuses, no dict, or an empty one.
+    """
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -78,6 +73,35 @@ def _load(path: Path) -> dict[str, Any]:
         raise FileError(f"{path}: torch cannot load it weights-only: {reason[0]}") from None
     if not isinstance(value, dict) or not value:
         raise FileError(f"{path}: holds a {type(value).__name__}, expected a dict of tensors")
+    return value
+
+
+def to_numpy(tensor: Any, where: str) -> np.ndarray:
+    """A dense torch tensor as a read-only array, bfloat16 as `ml_dtypes.bfloat16`.
+
+    Raises:
+      FileError: opened by `where`: no tensor, or a dtype NumPy cannot hold.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise FileError(f"{where} is a {type(tensor).__name__}, expected a dense tensor")
+    tensor = tensor.detach().contiguous()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype is torch.bfloat16:
+        array = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    elif dtype.startswith(("float8", "float4")):
+        raise FileError(f"{where} is {dtype}, not readable")
+    else:
+        array = tensor.numpy()
+    array.flags.writeable = False
+    return array
+
+
+def _load(path: Path) -> dict[str, Any]:
+    value = load_dict(path)
+    import torch  # pyright: ignore[reportMissingImports]
+
     for name, tensor in value.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             keys = ", ".join(repr(key) for key in list(value)[:6])

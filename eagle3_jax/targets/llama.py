@@ -9,7 +9,7 @@ from flax import nnx
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import Boundary, TargetConfig
 from eagle3_jax.draft import Shared
-from eagle3_jax.layers import MLP, Attention, Linear, RMSNorm, Rows, rotations
+from eagle3_jax.layers import MLP, Attention, RMSNorm, Rows, Table, rotations
 from eagle3_jax.modules import Folder
 from eagle3_jax.precision import matmul
 
@@ -96,10 +96,10 @@ class LlamaTarget(nnx.Module):
         self.config = config
         self.folder = Folder()
         V, D = config.vocab_size, config.hidden_size
-        self.embed = Linear((V, D), rngs=rngs)
+        self.embed = Table((V, D), rngs=rngs)
         self.layers = nnx.List([LlamaBlock(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm((D,), config.rms_norm_eps)
-        self.lm_head = nnx.data(None if config.tie_word_embeddings else Linear((V, D), rngs=rngs))
+        self.lm_head = nnx.data(None if config.tie_word_embeddings else Table((V, D), rngs=rngs))
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
+from eagle3_jax import memory
 from eagle3_jax.config import ConfigError, TargetConfig
 from eagle3_jax.files.shards import FileError, TensorSource, open_weights, read_json
 from eagle3_jax.findings import ConvertError
@@ -43,6 +44,7 @@ def load_target(path: str | os.PathLike, *, dtype: str = "float32") -> LlamaTarg
       ConfigError, FileError: an unsupported architecture, a config that disagrees with the weights,
         a missing, unknown or misshapen tensor; the message names file, key or tensor, found and
         expected. Everything is checked before the first tensor is read.
+      NotEnoughMemoryError: the weights exceed what is free, with both numbers.
     """
     precision(dtype)
     folder = Path(path)
@@ -61,6 +63,7 @@ def load_target(path: str | os.PathLike, *, dtype: str = "float32") -> LlamaTarg
         raise ConfigError(re.sub(r"[;:] --[a-z-]+ [a-z ]+$", "", str(error))) from None
     config = dataclasses.replace(config, eos_token_ids=eos)
     _check_tensors(config, source, folder)
+    memory.check_weights(str(folder), tensor_shapes(config).values(), dtype)
     target = build(
         lambda: ARCHITECTURES[architecture](config, rngs=nnx.Rngs(0)),
         lambda name: source.read(checkpoint_name(name)),
@@ -145,6 +148,11 @@ def llama_config(config: SourceConfig, architecture: str) -> TargetConfig:
     activation = config.text(config.top("hidden_act"))
     if activation not in (None, "silu", "swish"):
         raise ConfigError(f"{config.where}: hidden_act is {activation!r}, supported: silu")
+    for scaling in config.scalings():
+        raise ConfigError(
+            f"{config.where}: {scaling.key} is {shorten(scaling.value)}, which {architecture} "
+            "does not have"
+        )
     if size("pretraining_tp", 1) != 1:
         raise ConfigError(
             f"{config.where}: pretraining_tp is {config.raw['pretraining_tp']}, supported: 1"

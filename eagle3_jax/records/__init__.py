@@ -1,0 +1,1 @@
+"""The parts behind `eagle3_jax.record`."""
