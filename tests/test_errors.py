@@ -13,6 +13,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -74,10 +76,13 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """`without`: a package that is taken for not installed."""
+
     title: str
     act: Callable[[Scene], list[str]]
     code: str
     cure: str
+    without: str | None = None
 
 
 def _shard(scene: Scene):
@@ -109,6 +114,17 @@ def _write(name: str, text: str):
 
 def _ids_file(scene: Scene) -> list[str]:
     return scene.speculate()
+
+
+def _tokenizer(scene: Scene) -> list[str]:
+    (scene.target / "tokenizer.json").write_text("{}")
+    return ["generate", "--target", str(scene.target), "--prompt", "hi"]
+
+
+def _bin(scene: Scene) -> list[str]:
+    (scene.draft / "model.safetensors").unlink()
+    (scene.draft / "pytorch_model.bin").write_bytes(b"PK")
+    return scene.convert()
 
 
 CASES = [
@@ -143,6 +159,27 @@ CASES = [
         lambda s: ["generate", "--target", str(s.target), "--prompt", "hi"],
         "TOKENIZER",
         "add tokenizer.json, or give `--ids`",
+    ),
+    Case(
+        "text without the tokenizer extra",
+        _tokenizer,
+        "FILE",
+        "install the extra, or give `--ids`",
+        without="tokenizers",
+    ),
+    Case(
+        "a `.bin` file without the torch extra",
+        _bin,
+        "FILE",
+        "install the extra, or save the draft as safetensors",
+        without="torch",
+    ),
+    Case(
+        "a Hub id without the hub extra",
+        lambda s: ["generate", "--target", "someone/a-model", "--prompt", "hi"],
+        "FILE",
+        "install the extra, or give a folder",
+        without="huggingface_hub",
     ),
     Case(
         "draft and target are no pair",
@@ -261,7 +298,12 @@ def provoke(case: Case, scene: Scene) -> tuple[int, str, str]:
 
     argv = case.act(scene)
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    absent: dict[str, Any] = {} if case.without is None else {case.without: None}
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(sys.modules, absent),
+    ):
         status = main(argv)
     return status, out.getvalue(), err.getvalue()
 
