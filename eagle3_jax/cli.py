@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from convert import from_torch
 from eagle3_jax import generate_command, record_command
-from eagle3_jax.command import Parser, run_command
+from eagle3_jax.command import Parser, keep_programs, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `eagle3 SUBCOMMAND ...`; returns its exit status."""
+    if argv is None:
+        keep_programs()
     parser = Parser(prog="eagle3", description="EAGLE-3 drafts in JAX, checked against engines.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     convert = commands.add_parser(

@@ -7,7 +7,10 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+import jax
 
 from eagle3_jax.checkpoint import CheckpointError
 from eagle3_jax.config import ConfigError
@@ -60,6 +63,22 @@ def run_command(
         return 130
     except OSError as error:
         return _fail("FILE", f"{error.filename}: {error.strerror}", "--json" in argv)
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/eagle3_jax`, or `~/.cache/eagle3_jax`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "eagle3_jax"
+
+
+def keep_programs():
+    """What one command compiled is there for the next, unless jax was told otherwise.
+
+    jax's own settings hold: `JAX_COMPILATION_CACHE_DIR` for another place,
+    `JAX_ENABLE_COMPILATION_CACHE=0` for none.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
 
 
 def say(text: str):

@@ -1,6 +1,7 @@
 """Paths and converted drafts for every test, and the check of skipped tests."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def pytest_configure(config: pytest.Config):
     skip_check.register(config)
     import jax
 
+    # Commands in their own process compile anew, not from what this machine ran before.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     # A broadcast over a missing axis, or a silent change of dtype, is a bug in this code.
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
