@@ -18,7 +18,7 @@ import sys
 import harness
 
 parser = harness.parser(__doc__)
-parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
 parser.add_argument("--tree", action="append", metavar="STEPS,TOPK,TOKENS", help="repeatable")
 parser.add_argument("--dtype", default="float32")
 parser.add_argument("--transformers", action="store_true")
@@ -90,7 +90,7 @@ def forwards(target, draft: Eagle3Draft, tree: e3.TreeConfig) -> dict[str, float
         model = target_structure.build(leaves)
         tokens = jnp.ones((1, nodes), jnp.int32)
         at = Rows(length[:, None] + jnp.arange(nodes)[None], length, length, bits(nodes))
-        states, aux, cache = model.states(tokens, at, cache, draft.config.boundaries)
+        states, aux, cache = model.states(tokens, at, cache, draft.config.aux_boundaries)
         return jnp.argmax(model.logits(states), axis=-1), aux, cache
 
     @functools.partial(jax.jit, donate_argnames="cache")
@@ -135,7 +135,7 @@ def forwards(target, draft: Eagle3Draft, tree: e3.TreeConfig) -> dict[str, float
 
 
 folder, target, draft = models()
-tokenizer = Tokenizer(folder)
+tokenizer = Tokenizer.from_folder(folder)
 prompts = [
     tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": text}]))
     for text in PROMPTS

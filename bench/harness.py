@@ -21,7 +21,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options of every benchmark."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument("--cores", type=int, metavar="N", help="use the first N cores only")
-    made.add_argument("--repeats", type=int, default=7, metavar="N", help="alternating runs")
+    made.add_argument("--repeats", type=int, default=5, metavar="N", help="alternating runs")
     made.add_argument("--out", type=Path, metavar="FILE", help="also write the result as JSON")
     return made
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from convert import from_torch
-from eagle3_jax import generate_command, record_command, replay_command
+from eagle3_jax import doctor_command, generate_command, record_command, replay_command
 from eagle3_jax.command import Parser, keep_programs, run_command
 
 
@@ -32,4 +32,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     record_command.add_parser(commands)
     replay_command.add_parser(commands)
+    doctor_command.add_parser(commands)
     return run_command(parser, lambda args: args.run(args), argv)

@@ -66,7 +66,7 @@ class Linear(nnx.Module):
     """`x @ weight.T + bias`; the result has x's dtype.
 
     Checkpoints hold PyTorch's `[out, in]`. Here a weight that makes its input wider stays so, and
-    one that makes it narrower is kept as `[in, out]`: with a few rows on a CPU each is the faster
+    any other is kept as `[in, out]`: with a few rows on a CPU each is the faster
     of the two by 10 to 40% (bench/matmul.py).
 
     Args:
@@ -84,7 +84,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         scale = 1.0 / math.sqrt(size[1])
-        self.narrows = size[0] < size[1]
+        self.narrows = size[0] <= size[1]
         stored = size[::-1] if self.narrows else size
         names = None if parts is None else tuple(parts.items())
         self.weight = nnx.Param(

@@ -1,0 +1,308 @@
+"""A draft and a record made ready for the scorer: weights, labels, projections, batches."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax import doctor_scorer as scorer
+from eagle3_jax.config import Boundary, ConfigError, DraftConfig
+from eagle3_jax.doctor_maps import readings, rows_of
+from eagle3_jax.doctor_pack import Pack, row_orders
+from eagle3_jax.doctor_rungs import Rung
+from eagle3_jax.draft import Eagle3Draft, Shared
+from eagle3_jax.layers import inverse_frequencies
+from eagle3_jax.modules import tensors_of
+from eagle3_jax.wiring import Wiring
+
+MAPS = 6
+FAR = 1 << 30
+NORMS = ("norm_embed", "norm_hidden", "norm_post")
+
+
+class Material:
+    """Everything the scorer needs, computed when first asked for."""
+
+    def __init__(
+        self,
+        packed: Pack,
+        boundaries: Sequence[Boundary],
+        draft: Eagle3Draft,
+        shared: Shared | None,
+        extra: Mapping[str, np.ndarray],
+        side: np.ndarray | None,
+        rotation: np.ndarray | None,
+    ):
+        self.pack, self.boundaries, self.config = packed, tuple(boundaries), draft.config
+        config = self.config
+        self.tensors = {
+            name: tensor.astype(np.float32)
+            for name, tensor in tensors_of(draft).items()
+            if name != "draft_to_target"
+        } | {name: np.asarray(tensor).astype(np.float32) for name, tensor in extra.items()}
+        self.shared, self.rotation = shared, rotation
+        targets = np.asarray(draft.draft_to_target[...])
+        self.maps = readings(targets, config.vocab_size, side)
+        self.rows_of = {n: rows_of(ids, config.vocab_size) for n, ids in self.maps.items()}
+        self.orders = row_orders(packed)
+        self._heads: dict[str, np.ndarray] = {}
+
+    def owns(self, what: str) -> list[str]:
+        """Who has an `"embed"` or `"head"` this draft could use."""
+        own = "embed.weight" if what == "embed" else "lm_head.weight"
+        owners = ["draft"] if own in self.tensors else []
+        if self.shared is None or self.config.hidden_size != self.config.target_hidden_size:
+            return owners
+        matrix = self.shared.embedding if what == "embed" else self.shared.head
+        return [*owners, "target"] if len(matrix) else owners
+
+    @functools.cached_property
+    def embedded(self) -> np.ndarray:
+        """[2, T, D]: the tokens in the target's embedding and in the draft's own."""
+        D = self.config.hidden_size
+        made = np.zeros((2, len(self.pack.tokens), D), np.float32)
+        for i, owner in enumerate(("target", "draft")):
+            if owner in self.owns("embed"):
+                if owner == "draft":
+                    made[i] = self.tensors["embed.weight"][self.pack.tokens]
+                else:
+                    assert self.shared is not None
+                    taken = self.shared.embedding[jnp.asarray(self.pack.tokens)]
+                    made[i] = np.asarray(taken.astype(jnp.float32))
+        return made
+
+    @functools.cached_property
+    def row_shift(self) -> int | None:
+        """The shift at which rows belong to their tokens, None when the states do not tell.
+
+        Early states of the same token are alike wherever it stands, so the right shift is the one
+        at which rows of equal tokens are most alike. A row that is read too late holds the target's
+        own choice of the next token: it would look like a cure.
+        """
+        numbers = [b for b in self.boundaries if isinstance(b, int)]
+        if not numbers:
+            return None
+        low = self.boundaries.index(min(numbers))
+        p = self.pack
+        x = p.states([low], 0, min(len(p.tokens), 2048))[:, 0]
+        x = x - x.mean(axis=0)
+        x /= np.maximum(np.sqrt((x * x).sum(axis=1, keepdims=True)), 1e-6)
+        alike = {}
+        for shift in (-1, 0, 1):
+            slots = np.arange(len(x))
+            inside = (slots + shift >= p.start[slots]) & (slots + shift < p.end[slots] - 1)
+            rows, tokens = x[slots[inside] + shift], p.tokens[slots[inside]]
+            total, pairs = 0.0, 0
+            for token in np.unique(tokens):
+                same = rows[tokens == token]
+                n = len(same)
+                total += float((same.sum(axis=0) ** 2).sum()) - n
+                pairs += n * (n - 1)
+            alike[shift] = total / max(pairs, 1)
+        ranked = sorted(alike, key=lambda s: -alike[s])
+        return ranked[0] if alike[ranked[0]] > alike[ranked[1]] + 0.1 else None
+
+    def head(self, owner: str) -> np.ndarray:
+        """[W, D]; the target's, restricted to the draft's rows."""
+        if owner not in self._heads:
+            if owner == "draft":
+                self._heads[owner] = self.tensors["lm_head.weight"]
+            else:
+                assert self.shared is not None
+                rows = self.shared.head
+                if self.config.draft_vocab_size != self.config.vocab_size:
+                    rows = rows[jnp.asarray(np.maximum(self.maps["checkpoint"], 0))]
+                self._heads[owner] = np.asarray(rows.astype(jnp.float32))
+        return self._heads[owner]
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019  (one Material a diagnosis)
+    def weights(self, head: str, swapped: bool, rows: tuple[int, ...] | None):
+        """The scorer's tensors."""
+        config, t = self.config, self.tensors
+        D, H = config.hidden_size, config.head_dim
+        widths = {
+            "fc": D,
+            "q": config.num_heads * H,
+            "k": config.num_kv_heads * H,
+            "v": config.num_kv_heads * H,
+            "o": D,
+            "gate": config.intermediate_size,
+            "up": config.intermediate_size,
+            "down": D,
+        }
+        places = {n: f"layers.0.attn.{n}" for n in "qkvo"}
+        places |= {n: f"layers.0.mlp.{n}" for n in ("gate", "up", "down")} | {"fc": "fc"}
+        if swapped:
+            places["gate"], places["up"] = places["up"], places["gate"]
+        biases = {
+            n: jnp.asarray(t.get(f"{places[n]}.bias", np.zeros(width, np.float32)))
+            for n, width in widths.items()
+        }
+        ones = np.ones(D, np.float32)
+        matrix = self.head(head)
+        return scorer.LayerWeights(
+            **{n: jnp.asarray(t[f"layers.0.{n}.weight"]) for n in NORMS},
+            norm_final=jnp.asarray(t.get("norm_final.weight", ones)),
+            **{n: jnp.asarray(t[f"{places[n]}.weight"]) for n in widths if n != "fc"},
+            head=jnp.asarray(matrix if rows is None else matrix[list(rows)]),
+            biases=biases,
+            eps=jnp.asarray(config.rms_norm_eps, jnp.float32),
+        )
+
+    def projections(
+        self, wiring: Wiring, chosen: Sequence[int], rung: Rung, slots: int
+    ) -> scorer.Projections:
+        """`fc` of each slot and boundary in `chosen`, with the norm and space of `wiring`."""
+        A, E, D = self.config.num_aux, self.config.target_hidden_size, self.config.hidden_size
+        t = self.tensors
+        fc = t["fc.weight"] if "fc.weight" in t else np.eye(D, dtype=np.float32)
+        fc = fc.reshape(D, A, E).transpose(1, 0, 2)
+        if wiring.fuse_norm == "concat":
+            weight = t.get("input_norm.weight", np.ones(A * E, np.float32))
+            fc = fc * weight.reshape(A, 1, E)
+        elif wiring.fuse_norm == "per_state":
+            fc = fc * t.get("fc_norm.weight", np.ones((A, E), np.float32)).reshape(A, 1, E)
+        turn = np.eye(1, dtype=np.float32)
+        if wiring.space != "as recorded":
+            assert self.rotation is not None
+            turn = self.rotation if wiring.space == "rotated" else self.rotation.T
+        table, squares = [], []
+        for b in chosen:
+            x = self.pack.states([b], rung.low, rung.high)[:, 0]
+            x = np.pad(x, ((0, slots - len(x)), (0, 0)))
+            one, square = _project(
+                jnp.asarray(x),
+                jnp.asarray(fc),
+                jnp.asarray(turn),
+                jnp.asarray(self.config.rms_norm_eps, jnp.float32),
+                per_state=wiring.fuse_norm == "per_state",
+                turned=wiring.space != "as recorded",
+            )
+            table.append(one)
+            squares.append(square)
+        return scorer.Projections(
+            jnp.stack(table, axis=1), jnp.stack(squares), jnp.asarray(A * E, jnp.float32)
+        )
+
+    def rows(self, rung: Rung) -> tuple[scorer.Rows, tuple[int, ...] | None]:
+        """The rung's slots, and which rows of the head it compares among."""
+        p, low, high, slots = self.pack, rung.low, rung.high, rung.slots
+        labels = np.full((MAPS, slots), -1, np.int64)
+        for i, name in enumerate(self.maps):
+            labels[i, : high - low] = self.rows_of[name][p.tokens[low:high]]
+        subset = None
+        if rung.head_rows is not None and rung.head_rows < self.config.draft_vocab_size:
+            subset = _subset(labels, rung.head_rows, self.config.draft_vocab_size)
+            place = np.full(self.config.draft_vocab_size, -1, np.int64)
+            place[subset] = np.arange(len(subset))
+            labels = np.where(labels >= 0, place[np.maximum(labels, 0)], -1)
+        pad = np.arange(high - low, slots, dtype=np.int32)
+        orders = np.zeros((len(self.orders), slots), np.int32)
+        for i, order in enumerate(self.orders.values()):
+            inside = np.clip(order[low:high] - low, 0, high - low - 1)
+            orders[i] = np.concatenate((inside, pad))
+        chains = np.full(rung.chains_padded, slots - 1, np.int32)
+        chains[: len(rung.chains)] = [p.chains[i].slot - low for i in rung.chains]
+        embedded = np.pad(self.embedded[:, low:high], ((0, 0), (0, slots - high + low), (0, 0)))
+
+        def padded(x: np.ndarray, fill: np.ndarray) -> jax.Array:
+            return jnp.asarray(np.concatenate((x[low:high], fill)).astype(np.int32))
+
+        made = scorer.Rows(
+            embedded=jnp.asarray(embedded),
+            labels=jnp.asarray(labels.astype(np.int32)),
+            start=jnp.maximum(padded(p.start - low, pad), 0),
+            end=jnp.minimum(padded(p.end - low, pad + 1), padded(p.end * 0 + high - low, pad + 1)),
+            position=padded(p.position, pad * 0),
+            prompt=padded(p.prompt, pad * 0),
+            orders=jnp.asarray(orders),
+            chains=jnp.asarray(chains),
+        )
+        return made, None if subset is None else tuple(subset.tolist())
+
+    def knobs(self, wiring: Wiring, place: Mapping[int, int]) -> dict[str, np.ndarray]:
+        """One wiring as the scorer's arguments; `place` finds a boundary in the projections."""
+        H = self.config.head_dim
+        order = np.arange(H)
+        if wiring.pairs == "interleaved":
+            order = np.concatenate((order[0::2], order[1::2]))
+        window = FAR if wiring.window is None else wiring.window
+        whole = {
+            "slots": [place[self.index(b)] for b in wiring.boundaries],
+            "embed": int(wiring.embed == "draft"),
+            "pairs": order,
+            "window": window,
+            "clamp": FAR if wiring.clamp is None else wiring.clamp,
+            "token_shift": wiring.token_shift,
+            "row_shift": wiring.row_shift,
+            "first_seen": int(wiring.first == "dropped"),
+            "chunk": wiring.chunk or 0,
+            "order": list(self.orders).index(wiring.rows),
+        }
+        truth = {
+            "concat": wiring.fuse_norm == "concat",
+            "before_residual": wiring.norm_before_residual,
+            "double_norm": wiring.double_norm,
+            "final_norm": wiring.final_norm,
+            "post_norm": wiring.feedback == "post_norm",
+            "embedding_residual": wiring.residual == "embedding",
+            "zero_first": wiring.first == "zeroed",
+            "no_prompt": wiring.prefix == "missing",
+        }
+        frequency = inverse_frequencies(wiring.rope, H).astype(np.float32)
+        return (
+            {name: np.asarray(value, np.int32) for name, value in whole.items()}
+            | {name: np.asarray(value, np.bool_) for name, value in truth.items()}
+            | {"frequency": frequency}
+        )
+
+    def index(self, boundary: Boundary) -> int:
+        """Which of the record's states this is.
+
+        Raises:
+          ConfigError: the record lacks it.
+        """
+        if boundary not in self.boundaries:
+            raise ConfigError(
+                f"the record has boundaries {list(self.boundaries)}, not {boundary!r}: capture "
+                "them all"
+            )
+        return self.boundaries.index(boundary)
+
+
+def _subset(labels: np.ndarray, count: int, rows: int) -> np.ndarray:
+    """The rows of all true tokens, and others drawn to fill up to `count`."""
+    needed = np.unique(labels[labels >= 0])
+    count = min(max(count, -(-len(needed) // 256) * 256), rows)
+    others = np.setdiff1d(np.arange(rows), needed)
+    drawn = np.random.default_rng(0).permutation(others)[: count - len(needed)]
+    return np.sort(np.concatenate((needed, drawn)))
+
+
+@functools.partial(jax.jit, static_argnames=("per_state", "turned"))
+def _project(x, fc, turn, eps, *, per_state: bool, turned: bool):
+    """x [T, E], fc [A, D, E] -> [A, T, D] and the sum of squares [T]."""
+    if turned:
+        x = jnp.matmul(x, turn, precision="highest")
+    if per_state:
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    projected = jnp.einsum("te,ade->atd", x, fc, precision="highest")
+    return projected, jnp.sum(x * x, axis=-1)
+
+
+def checked_rotation(config: DraftConfig, rotation: np.ndarray, name: str) -> np.ndarray:
+    """A given rotation, checked.
+
+    Raises:
+      ConfigError: another shape, or not orthogonal.
+    """
+    E = config.target_hidden_size
+    if rotation.shape != (E, E):
+        raise ConfigError(f"{name}: shape {list(rotation.shape)}, expected [{E}, {E}]")
+    rotation = rotation.astype(np.float32)
+    gap = float(np.abs(rotation @ rotation.T - np.eye(E, dtype=np.float32)).max())
+    if not gap < 1e-2:
+        raise ConfigError(f"{name}: not orthogonal: Q @ Q.T differs from the identity by {gap:.2g}")
+    return rotation
