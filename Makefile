@@ -1,6 +1,7 @@
 # make demo, make test, make lint, make docs, make check: everything they need goes into $(VENV).
 #
 #   make test PEERS=1     also runs the tests that compare with torch and transformers (Python 3.11)
+#   make test ALL=1       every draw, prompt and tree (.ci/run does)
 #   make test PYTEST_ARGS="tests/test_tree.py -x"
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ model: $(DEMO_ENV)
 
 test: $(TEST_ENV)
 	$(BIN)/python demo/model.py
-	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadscope $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadscope $(if $(ALL),--exhaustive) $(PYTEST_ARGS)
 
 lint: $(TEST_ENV)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ root, with DRAFT and TARGET replaced by the demo's; `make test` is left to the g
 must succeed and say what the README promises.
 """
 
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,11 @@ PROMISED = {
     "make demo": "same text: 6 of 6",
     "python -m convert.from_torch": "draft-jax: official draft",
     "eagle3 speculate": "same text: yes",
+    "eagle3 replay": "3/4/8",
+    "eagle3 doctor": "",
 }
+QUESTIONS = ("What is the capital of France?", "Write a haiku about rain.", "What is 17 plus 28?")
+WRITTEN = ("draft-jax", "R.record")
 
 
 def commands(text: str) -> list[str]:
@@ -62,7 +67,13 @@ def main(folder: Path):
     environment["PATH"] = f"{folder.resolve() / 'bin'}:{environment['PATH']}"
     environment["VIRTUAL_ENV"] = str(folder.resolve())
     environment.pop("PYENV_VERSION", None)
-    words = {"DRAFT": "demo/draft", "TARGET": ""}
+    words = {
+        "DRAFT": "demo/draft",
+        "TARGET": "",
+        "PROMPTS": str(folder.resolve() / "prompts.jsonl"),
+    }
+    lines = [json.dumps({"prompt": text}) for text in QUESTIONS]
+    Path(words["PROMPTS"]).write_text("\n".join(lines), encoding="utf-8")
     promised = dict(PROMISED)
     for line in commands((ROOT / "README.md").read_text(encoding="utf-8")):
         command = line
@@ -89,4 +100,5 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
     finally:
-        shutil.rmtree(ROOT / "draft-jax", ignore_errors=True)  # what the README's commands write
+        for name in WRITTEN:
+            shutil.rmtree(ROOT / name, ignore_errors=True)

@@ -66,8 +66,8 @@ class Linear(nnx.Module):
     """`x @ weight.T + bias`; the result has x's dtype.
 
     Checkpoints hold PyTorch's `[out, in]`. Here a weight that makes its input wider stays so, and
-    any other is kept as `[in, out]`: with a few rows on a CPU each is the faster
-    of the two by 10 to 40% (bench/matmul.py).
+    any other is kept as `[in, out]`: with 2 to 8 rows on a CPU either is the faster of the two, up
+    to twice (bench/matmul.py).
 
     Args:
       size: out and in.

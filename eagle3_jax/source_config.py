@@ -62,7 +62,7 @@ class SourceConfig:
         return None if value is None else Field(value, self._layer_prefix + key)
 
     def scalings(self) -> list[Field]:
-        """Factors and caps that Llama lacks (Granite, Cohere and Gemma have them), unless neutral."""
+        """Factors and caps of Granite, Cohere and Gemma that Llama lacks, unless neutral."""
         found = [self.layer(key) for key in SCALINGS]
         return [f for f in found if f is not None and f.value != SCALINGS[f.key.split(".")[-1]]]
 

@@ -16,9 +16,9 @@ import skip_check  # noqa: E402
 def pytest_addoption(parser: pytest.Parser):
     skip_check.add_option(parser)
     parser.addoption(
-        "--all-prompts",
+        "--exhaustive",
         action="store_true",
-        help="run every tree of test_smollm2.py on all ten prompts (two minutes more)",
+        help="also the tests marked so: more draws, prompts and trees of what the others show",
     )
 
 
@@ -31,6 +31,14 @@ def pytest_configure(config: pytest.Config):
     # A broadcast over a missing axis, or a silent change of dtype, is a bug in this code.
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    if config.getoption("--exhaustive"):
+        return
+    left = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
 
 
 @pytest.fixture(autouse=True, scope="module")

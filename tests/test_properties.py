@@ -52,7 +52,13 @@ def prompts_for(rng: np.random.Generator, batch: int) -> list[list[int]]:
     return [rng.integers(0, 13, rng.integers(1, 15)).tolist() for _ in range(batch)]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.exhaustive] if i % 2 else [])
+        for i, n in enumerate(SHAPES)
+    ],
+)
 def test_speculation_keeps_the_text(name):
     batch, triple, mode, target_changes, draft_changes = SHAPES[name]
     tree = e3.TreeConfig(*triple)

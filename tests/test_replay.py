@@ -156,7 +156,7 @@ def test_any_start_not_only_the_script_s(plain):
     assert off_script < len(found.rounds)
 
 
-@pytest.mark.parametrize(("chunk", "capacity"), [(32, 128), (96, 32), (256, 4096)])
+@pytest.mark.parametrize(("chunk", "capacity"), [(32, 128), (256, 4096)])
 def test_how_rows_are_packed_changes_nothing(chunk, capacity):
     """One long sequence and short ones, alone or side by side, in calls of any size."""
     requests = [Request(tokens=n, prompt_length=n // 2) for n in (40, 31, 90, 500, 33)]

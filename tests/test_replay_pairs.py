@@ -86,14 +86,13 @@ def test_sglang_round_by_round(case, mode, tiny_target, tiny_draft):
 
 
 @pytest.mark.smollm2
-def test_smollm2_equals_speculation(smollm2_target, smollm2_drafts, request):
+@pytest.mark.exhaustive
+def test_smollm2_equals_speculation(smollm2_target, smollm2_drafts):
     """All trees of one call on real text, and pinned to the rounds that were served."""
     attention = "ancestors"
     draft = smollm2_drafts["target"]
     prompts = [greedy()[i]["prompt_ids"] for i in (0, 6)]
-    trees = [e3.TreeConfig(3), e3.TreeConfig(4, 4, 16)]
-    if request.config.getoption("--all-prompts"):
-        trees += [e3.TreeConfig(5), e3.TreeConfig(3, 4, 8), e3.TreeConfig(5, 4, 16)]
+    trees = [e3.TreeConfig(3), e3.TreeConfig(3, 4, 8), e3.TreeConfig(5, 4, 16)]
     boundaries = draft.config.aux_boundaries
     served = {
         tree: e3.speculate(

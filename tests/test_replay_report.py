@@ -363,7 +363,9 @@ def test_a_sweep_has_valid_trees_once():
     assert {t.topk for t in sweep(3)} == {1, 2}
 
 
-@pytest.mark.parametrize("attention", ["ancestors", "beam_slots"])
+@pytest.mark.parametrize(
+    "attention", ["beam_slots", pytest.param("ancestors", marks=pytest.mark.exhaustive)]
+)
 def test_traces_are_those_of_speculation(tiny_target, tiny_draft, attention, tmp_path):
     """The same trees node by node; a replay knows the target on the accepted path only."""
     prompts = [[5, 17, 33], [60, 61, 62, 63, 64, 65]]

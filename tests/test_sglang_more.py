@@ -34,7 +34,13 @@ def model(name: str) -> Path:
     return own if own.is_dir() else FOLDER / "models" / name
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c["name"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case["name"], marks=[pytest.mark.exhaustive] if i % 3 else [])
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_answers_and_statistics(case, converted):
     folder = model(case["target"])
     target = e3.load_target(folder)

@@ -19,7 +19,7 @@ NEAR_TIE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One generation over recorded prompts; `--all-prompts` makes it all ten.
+    """One generation over recorded prompts; `--exhaustive` makes it all ten.
 
     `embed`: whose embedding the draft reads.
     """
@@ -46,9 +46,19 @@ RUNS = {
     "bf16_chain3": Run(e3.TreeConfig(3), embed="draft"),
     "bf16_chain5": Run(e3.TreeConfig(5), embed="draft"),
 }
-OFFICIAL = ["chain3", "chain5", "tree16,3,4", "tree60,7,10"]
-SGLANG = [name for name in RUNS if name.startswith("sglang_")]
-BF16 = ["bf16_chain3", "bf16_chain5"]
+MORE = ("chain5", "tree60,7,10", "sglang_tree_s5_k4_d16", "bf16_chain5")
+
+
+def runs(*prefixes: str) -> list:
+    """The runs of an engine, those of MORE only for `--exhaustive`."""
+    return [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in MORE else [])
+        for name in RUNS
+        if name.startswith(prefixes)
+    ]
+
+
+OFFICIAL, SGLANG, BF16 = runs("chain", "tree"), runs("sglang_"), runs("bf16_")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +69,7 @@ def generated(smollm2_target, smollm2_drafts, request):
     def get(name: str) -> tuple[Run, e3.Generation]:
         if name not in done:
             run = RUNS[name]
-            if request.config.getoption("--all-prompts"):
+            if request.config.getoption("--exhaustive"):
                 run = dataclasses.replace(run, prompts=ALL)
             result = e3.speculate(
                 smollm2_target,
@@ -97,7 +107,7 @@ def test_plain_decoding(smollm2_target):
         check_text(tokens, recorded, 128)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", runs(""))
 def test_speculation_keeps_the_text(name, generated):
     run, result = generated(name)
     for number, tokens in zip(run.prompts, result.tokens, strict=True):
