@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+
+from eagle3_jax.record import RecordSequence, RecordWriter
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "errors.md"
@@ -125,6 +128,31 @@ def _bin(scene: Scene) -> list[str]:
     (scene.draft / "model.safetensors").unlink()
     (scene.draft / "pytorch_model.bin").write_bytes(b"PK")
     return scene.convert()
+
+
+def _record(scene: Scene, boundaries: tuple[int, ...] = (2, 4, 5), width: int = 32) -> Path:
+    """A record of random states, of the tiny target's sizes unless told otherwise."""
+    rng = np.random.default_rng(0)
+    aux = rng.standard_normal((12, len(boundaries), width)).astype(np.float32)
+    tokens = rng.integers(0, 128, 13).astype(np.int32)
+    with RecordWriter(scene.root / "R.record", boundaries=boundaries, kind="greedy") as writer:
+        writer.append(RecordSequence(tokens, aux, prompt_length=4))
+    return scene.root / "R.record"
+
+
+def _replay(scene: Scene, record: Path, *more: str) -> list[str]:
+    pair = ["--draft", str(scene.converted), "--target", str(scene.target)]
+    return ["replay", str(record), *pair, *more]
+
+
+def _taken(scene: Scene) -> list[str]:
+    ids, out = scene.speculate()[6], _record(scene)
+    more = ["--max-new-tokens", "4", "--boundaries", "2,4,5", "--out", str(out)]
+    return ["record", "make", "--target", str(scene.target), "--ids", ids, *more]
+
+
+def _doctor_alone(scene: Scene) -> list[str]:
+    return ["doctor", str(_record(scene)), "--draft", str(scene.converted)]
 
 
 CASES = [
@@ -265,6 +293,37 @@ CASES = [
         "AUX_IDS_INVALID",
         "check the ids, and `--aux-convention`",
     ),
+    Case("no record", lambda s: _replay(s, s.root / "R.record"), "RECORD", "check the path"),
+    Case(
+        "a record with one state a token",
+        lambda s: _replay(s, _record(s, boundaries=(4,))),
+        "RECORD",
+        "capture all of the draft's boundaries: `eagle3 record recipe`",
+    ),
+    Case(
+        "a record of a wider target",
+        lambda s: _replay(s, _record(s, width=48)),
+        "RECORD",
+        "take the draft's own target",
+    ),
+    Case(
+        "a tree that is none",
+        lambda s: _replay(s, _record(s), "--tree", "3,x"),
+        "USAGE",
+        "`--tree NUM_STEPS,TOPK[,NUM_DRAFT_TOKENS]`",
+    ),
+    Case(
+        "a record that is there already",
+        _taken,
+        "RECORD",
+        "another path, or `--force`",
+    ),
+    Case(
+        "a draft without its target's embedding",
+        _doctor_alone,
+        "CONFIG_INVALID",
+        "give `--target`",
+    ),
     Case(
         "the output folder exists",
         _after(
@@ -331,7 +390,7 @@ def test_one_line_and_exit_status_two(case, scene):
     row = f"| {case.title} | `{case.code}` | {shown(lines[0], scene.root)} | {case.cure} |"
     assert row in PAGE.read_text(encoding="utf-8"), "python tests/test_errors.py writes the page"
     left = {path.name for path in scene.root.iterdir()}
-    left -= {"TARGET", "DRAFT", "draft-jax", "ids.json"}
+    left -= {"TARGET", "DRAFT", "draft-jax", "ids.json", "R.record"}
     assert left == ({"out"} if case.title == "the output folder exists" else set())
 
 
