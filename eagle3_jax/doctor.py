@@ -239,8 +239,8 @@ def _check(material: Material, base: Wiring):
     for what in ("embed", "head"):
         if getattr(base, what) not in material.owns(what):
             raise ConfigError(
-                f"the draft uses the {getattr(base, what)}'s {what}, which is not here: give the "
-                "target"
+                f"the draft uses the {getattr(base, what)}'s {what}, which is not here: pass "
+                "shared=, or --target"
             )
 
 
