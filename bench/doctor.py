@@ -48,7 +48,7 @@ if __name__ == "__main__":
     import eagle3_jax
     from convert import from_torch
     from eagle3_jax.doctor import diagnose
-    from eagle3_jax.doctor_report import lines
+    from eagle3_jax.wirings.report import lines
 
     place = str(smollm2_folder())
     with tempfile.TemporaryDirectory() as name:

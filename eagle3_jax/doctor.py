@@ -8,17 +8,17 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import doctor_engine as engine
 from eagle3_jax.config import ConfigError, RopeConfig, TreeConfig, default_boundaries
-from eagle3_jax.doctor_candidates import neighbours, singles
-from eagle3_jax.doctor_judge import Candidate, Judge
-from eagle3_jax.doctor_material import Material
-from eagle3_jax.doctor_pack import pack
-from eagle3_jax.doctor_search import Search
-from eagle3_jax.doctor_stats import paired, threshold
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.record import Record
-from eagle3_jax.wiring import Wiring, configured
+from eagle3_jax.wirings import engine
+from eagle3_jax.wirings.candidates import neighbours, singles
+from eagle3_jax.wirings.judge import Candidate, Judge
+from eagle3_jax.wirings.material import Material
+from eagle3_jax.wirings.pack import pack
+from eagle3_jax.wirings.search import Search
+from eagle3_jax.wirings.stats import paired, threshold
+from eagle3_jax.wirings.wiring import Wiring, configured
 
 Verdict = Literal[
     "as_configured",

@@ -12,10 +12,10 @@ from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.record import Record, check_fields, check_sequence
 from eagle3_jax.records.checks import check_for_draft
-from eagle3_jax.replay_bin import Runner
-from eagle3_jax.replay_result import MODES, Mode, ReplayResult
-from eagle3_jax.replay_trace import replay_trace
-from eagle3_jax.replay_walk import Walker
+from eagle3_jax.replays.bin import Runner
+from eagle3_jax.replays.result import MODES, Mode, ReplayResult
+from eagle3_jax.replays.trace import replay_trace
+from eagle3_jax.replays.walk import Walker
 from eagle3_jax.tree import DraftAttention
 
 CHUNK, CAPACITY = 128, 1024

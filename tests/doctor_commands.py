@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from eagle3_jax import doctor_command, replay_command
 from eagle3_jax.command import Parser, run_command
 from eagle3_jax.record import RecordWriter
+from eagle3_jax.replays import command as replay_command
+from eagle3_jax.wirings import command as doctor_command
 
 
 def run(*argv: object) -> int:

@@ -9,10 +9,10 @@ from scripted_records import Request, make
 
 from eagle3_jax.config import ConfigError
 from eagle3_jax.doctor import diagnose, gap
-from eagle3_jax.doctor_material import checked_rotation
-from eagle3_jax.doctor_patch import overriding, patches
-from eagle3_jax.doctor_report import as_json, lines, sentence
 from eagle3_jax.record import RecordError
+from eagle3_jax.wirings.material import checked_rotation
+from eagle3_jax.wirings.patch import overriding, patches
+from eagle3_jax.wirings.report import as_json, lines, sentence
 
 TRUE = Truth()
 

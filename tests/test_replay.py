@@ -260,8 +260,8 @@ def test_kept_rows_of_longer_chains():
 
 def test_two_prefixes_share_rows_up_to_the_last(plain):
     """E3-055: row t holds token t + 1, so a common prefix of 16 shares 15 rows of draft KV."""
-    from eagle3_jax.replay_bin import BinReplay, Runner
-    from eagle3_jax.replay_rows import pack
+    from eagle3_jax.replays.bin import BinReplay, Runner
+    from eagle3_jax.replays.rows import pack
 
     sequence = plain.record.sequences[0]
     other = dataclasses.replace(sequence, tokens=sequence.tokens.copy())

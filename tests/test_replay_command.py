@@ -14,7 +14,7 @@ from eagle3_jax.command import Parser, run_command
 from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.record import RecordWriter
 from eagle3_jax.replay import replay
-from eagle3_jax.replay_shared import read_shared
+from eagle3_jax.replays.shared import read_shared
 
 pytestmark = pytest.mark.quick_compile
 

@@ -15,9 +15,9 @@ import eagle3_jax as e3
 from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.record import EngineRound
 from eagle3_jax.replay import replay
-from eagle3_jax.replay_cost import Cost, priced, read_cost, sweep
-from eagle3_jax.replay_report import as_json, lines
-from eagle3_jax.replay_tables import by_distance, by_position, by_tag, misses, ranks
+from eagle3_jax.replays.cost import Cost, priced, read_cost, sweep
+from eagle3_jax.replays.report import as_json, lines
+from eagle3_jax.replays.tables import by_distance, by_position, by_tag, misses, ranks
 from eagle3_jax.trace import Trace
 
 pytestmark = pytest.mark.quick_compile

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from eagle3_jax.record import Record
-from eagle3_jax.replay_result import Finding, ReplayResult, TreeReplay
+from eagle3_jax.replays.result import Finding, ReplayResult, TreeReplay
 
 LARGEST_HALF = 65504.0
 COVERAGE, DRIFT = 0.1, 1.5

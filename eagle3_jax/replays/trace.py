@@ -9,9 +9,9 @@ import numpy as np
 from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.generation import versions
 from eagle3_jax.record import Record
-from eagle3_jax.replay_bin import BinReplay, Runner
-from eagle3_jax.replay_result import ReplayResult
-from eagle3_jax.replay_rows import Part, Rows, pack
+from eagle3_jax.replays.bin import BinReplay, Runner
+from eagle3_jax.replays.result import ReplayResult
+from eagle3_jax.replays.rows import Part, Rows, pack
 from eagle3_jax.trace import Round, Trace
 from eagle3_jax.tree import Candidates, Tree, select
 

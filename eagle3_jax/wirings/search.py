@@ -7,14 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import doctor_candidates as candidates
-from eagle3_jax import doctor_scorer as scorer
 from eagle3_jax.config import Boundary
-from eagle3_jax.doctor_engine import compare
-from eagle3_jax.doctor_material import Material
-from eagle3_jax.doctor_rungs import Rung, Scores, costs_of, rungs
-from eagle3_jax.doctor_stats import z_score
-from eagle3_jax.wiring import Wiring
+from eagle3_jax.wirings import candidates, scorer
+from eagle3_jax.wirings.engine import compare
+from eagle3_jax.wirings.material import Material
+from eagle3_jax.wirings.rungs import Rung, Scores, costs_of, rungs
+from eagle3_jax.wirings.stats import z_score
+from eagle3_jax.wirings.wiring import Wiring
 
 CROWD = 300
 """More wirings than this are first thinned on the smallest rung."""

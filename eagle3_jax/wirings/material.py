@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import doctor_scorer as scorer
 from eagle3_jax.config import Boundary, ConfigError, DraftConfig
-from eagle3_jax.doctor_maps import readings, rows_of
-from eagle3_jax.doctor_pack import Pack, row_orders
-from eagle3_jax.doctor_rungs import Rung
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.layers import inverse_frequencies
 from eagle3_jax.modules import tensors_of
-from eagle3_jax.wiring import Wiring
+from eagle3_jax.wirings import scorer
+from eagle3_jax.wirings.maps import readings, rows_of
+from eagle3_jax.wirings.pack import Pack, row_orders
+from eagle3_jax.wirings.rungs import Rung
+from eagle3_jax.wirings.wiring import Wiring
 
 MAPS = 6
 FAR = 1 << 30

@@ -14,9 +14,6 @@ from eagle3_jax.checkpoint import load_draft, read_manifest
 from eagle3_jax.command import say
 from eagle3_jax.config import ConfigError, DraftConfig
 from eagle3_jax.doctor import diagnose, gap
-from eagle3_jax.doctor_maps import side_map
-from eagle3_jax.doctor_material import checked_rotation
-from eagle3_jax.doctor_report import as_json, lines
 from eagle3_jax.draft import Shared
 from eagle3_jax.files.safetensors_file import SafetensorsFile
 from eagle3_jax.files.shards import FileError
@@ -24,7 +21,10 @@ from eagle3_jax.files.source import TensorSource
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.hub import model_folder
 from eagle3_jax.record import load
-from eagle3_jax.replay_shared import read_shared
+from eagle3_jax.replays.shared import read_shared
+from eagle3_jax.wirings.maps import side_map
+from eagle3_jax.wirings.material import checked_rotation
+from eagle3_jax.wirings.report import as_json, lines
 
 DESCRIPTION = """Tries the wirings of a draft on a record and says which one explains its accept
 length. Exit status 0: as configured is best; 1: something else is, the draft does not match its

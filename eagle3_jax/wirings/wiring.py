@@ -15,7 +15,7 @@ class Wiring:
 
     Attributes:
       boundaries: what each slot of `fc` gets, in slot order.
-      vocab: name of the map from draft rows to target ids (`doctor_maps`).
+      vocab: name of the map from draft rows to target ids (`wirings.maps`).
       embed, head: whose.
       fuse_norm: the norm before `fc`: none, one over all features, one per state.
       norm_before_residual, double_norm, final_norm, feedback: as in `DraftConfig`.
@@ -27,7 +27,7 @@ class Wiring:
       first: the pair of position 0: kept, its embedding zeroed, or absent.
       chunk: prompt chunks of this size whose last row has the wrong token.
       prefix: whether the draft saw the prompt.
-      rows: order of the record's rows (`doctor_rows`).
+      rows: order of the record's rows (`wirings.pack`).
       space: what was done to the states (`"as recorded"`, `"rotated"`, `"rotated back"`).
       gate_up: whether the two matrices of the MLP stand in each other's place.
     """

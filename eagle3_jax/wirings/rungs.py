@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.doctor_pack import Pack
+from eagle3_jax.wirings.pack import Pack
 
 FIRST, FEW, SOME, MANY = 24, 64, 192, 1024
 CONTEXT = 48

@@ -16,8 +16,8 @@ from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.layers import Rows, chain_bits
 from eagle3_jax.modules import Structure, take_apart
 from eagle3_jax.record import RecordSequence
-from eagle3_jax.replay_bin import BinReplay, Runner
-from eagle3_jax.replay_rows import Part, Run, committed_rows
+from eagle3_jax.replays.bin import BinReplay, Runner
+from eagle3_jax.replays.rows import Part, Run, committed_rows
 
 
 @functools.partial(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eagle3_jax.config import ConfigError, TreeConfig
-from eagle3_jax.replay_result import TreeReplay
+from eagle3_jax.replays.result import TreeReplay
 
 KEYS = ("decode", "draft", "extend", "verify")
 

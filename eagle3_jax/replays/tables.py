@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from eagle3_jax.replay_result import REASONS, ReplayResult, ReplayRound, TreeReplay
+from eagle3_jax.replays.result import REASONS, ReplayResult, ReplayRound, TreeReplay
 
 RANKS = (1, 2, 3, 5, 10, 100)
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from eagle3_jax.doctor_rungs import Scores
-from eagle3_jax.doctor_search import CLEAR, Search
-from eagle3_jax.doctor_stats import Paired, paired
-from eagle3_jax.wiring import Wiring
+from eagle3_jax.wirings.rungs import Scores
+from eagle3_jax.wirings.search import CLEAR, Search
+from eagle3_jax.wirings.stats import Paired, paired
+from eagle3_jax.wirings.wiring import Wiring
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from eagle3_jax.aux_ids import AUX_KEY
-from eagle3_jax.wiring import Wiring
+from eagle3_jax.wirings.wiring import Wiring
 
 SGLANG, VLLM = "sglang", "vllm"
 

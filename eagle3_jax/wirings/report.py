@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from eagle3_jax import doctor_patch
 from eagle3_jax.doctor import Diagnosis
-from eagle3_jax.doctor_engine import POLICIES
-from eagle3_jax.doctor_judge import Candidate
-from eagle3_jax.wiring import joint_shift
+from eagle3_jax.wirings import patch
+from eagle3_jax.wirings.engine import POLICIES
+from eagle3_jax.wirings.judge import Candidate
+from eagle3_jax.wirings.wiring import joint_shift
 
 UNOBSERVABLE = (
     "a constant offset of all positions: rotary embedding is relative",
@@ -95,8 +95,8 @@ def as_json(d: Diagnosis, ids: tuple[int, ...] | None = None) -> dict[str, Any]:
             for a in d.agreements
         ],
         "explained": d.explained,
-        "patch": doctor_patch.patches(d.configured.wiring, d.best.wiring),
-        "overridden_by": doctor_patch.overriding(d.best.wiring),
+        "patch": patch.patches(d.configured.wiring, d.best.wiring),
+        "overridden_by": patch.overriding(d.best.wiring),
         "undecided": d.undecided,
         "not_observable": list(UNOBSERVABLE),
         "norms": d.norms,
@@ -118,11 +118,11 @@ def lines(d: Diagnosis, ids: tuple[int, ...] | None = None) -> list[str]:
             at = "" if a.first is None else f", first: sequence {a.first[0]} round {a.first[1]}"
             name = POLICIES.get(a.name, a.name)
             found.append(f"  {a.different:5d} of {a.rounds} differ{at}: {name}")
-    patch = doctor_patch.patches(d.configured.wiring, d.best.wiring)
-    changes = [f"  {name}: {doctor_patch.show(p)}" for name, p in patch.items() if any(p.values())]
+    lines = patch.patches(d.configured.wiring, d.best.wiring)
+    changes = [f"  {name}: {patch.show(p)}" for name, p in lines.items() if any(p.values())]
     if changes:
         found += ["", "To serve it so:", *changes]
-    over = doctor_patch.overriding(d.best.wiring)
+    over = patch.overriding(d.best.wiring)
     if over:
         found += ["", "Overridden by:", *(f"  {text}" for text in over)]
     found += ["", "Not decidable from this record:", *(f"  {text}" for text in d.undecided)]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import doctor_scorer as scorer
-from eagle3_jax.doctor_pack import Chain
+from eagle3_jax.wirings import scorer
+from eagle3_jax.wirings.pack import Chain
 
 POLICIES = {
     "refresh": "the draft's cache holds target states for committed tokens",

@@ -6,10 +6,10 @@ import numpy as np
 
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.record import Record, RecordSequence
-from eagle3_jax.replay_bin import OUTSIDE, Answers, BinReplay, Runner
-from eagle3_jax.replay_findings import Seen, findings
-from eagle3_jax.replay_kept import kept_rounds
-from eagle3_jax.replay_result import (
+from eagle3_jax.replays.bin import OUTSIDE, Answers, BinReplay, Runner
+from eagle3_jax.replays.findings import Seen, findings
+from eagle3_jax.replays.kept import kept_rounds
+from eagle3_jax.replays.result import (
     Mode,
     Norms,
     ReplayedSequence,
@@ -18,8 +18,8 @@ from eagle3_jax.replay_result import (
     TreeReplay,
     Vocabulary,
 )
-from eagle3_jax.replay_rows import Part, Rows, Run, judged_runs, longest_repeat, pack
-from eagle3_jax.replay_temperature import expected_drafts
+from eagle3_jax.replays.rows import Part, Rows, Run, judged_runs, longest_repeat, pack
+from eagle3_jax.replays.temperature import expected_drafts
 
 
 class Walker:

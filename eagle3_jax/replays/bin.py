@@ -11,9 +11,9 @@ import numpy as np
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.modules import take_apart
-from eagle3_jax.replay_engine import Bin, Span, Steps, chain_level, commit, grow_at
-from eagle3_jax.replay_result import Reason
-from eagle3_jax.replay_rows import Rows, check_finite
+from eagle3_jax.replays.engine import Bin, Span, Steps, chain_level, commit, grow_at
+from eagle3_jax.replays.result import Reason
+from eagle3_jax.replays.rows import Rows, check_finite
 from eagle3_jax.tree import Candidates, DraftAttention, Seed
 
 UNKNOWN, OUTSIDE = -2, -1

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagle3_jax.config import Boundary, ConfigError, RopeConfig, default_boundaries
-from eagle3_jax.doctor_material import Material
-from eagle3_jax.wiring import Wiring
+from eagle3_jax.wirings.material import Material
+from eagle3_jax.wirings.wiring import Wiring
 
 THETAS = (1e4, 1e5, 5e5, 1e6)
 LLAMA3 = {

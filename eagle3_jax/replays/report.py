@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eagle3_jax.replay_cost import Cost, Priced, priced
-from eagle3_jax.replay_result import ReplayResult, TreeReplay
-from eagle3_jax.replay_tables import Row, by_distance, by_position, by_tag, misses, ranks
+from eagle3_jax.replays.cost import Cost, Priced, priced
+from eagle3_jax.replays.result import ReplayResult, TreeReplay
+from eagle3_jax.replays.tables import Row, by_distance, by_position, by_tag, misses, ranks
 
 FORMULAS = {
     "accepted_per_round": "accepted drafts / rounds (0 .. num_steps)",

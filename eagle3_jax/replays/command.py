@@ -18,10 +18,10 @@ from eagle3_jax.hub import model_folder
 from eagle3_jax.record import Record
 from eagle3_jax.records.checks import check_for_draft
 from eagle3_jax.replay import replay
-from eagle3_jax.replay_cost import Cost, read_cost, sweep
-from eagle3_jax.replay_report import as_json, lines
-from eagle3_jax.replay_result import MODES, ReplayResult
-from eagle3_jax.replay_shared import read_shared
+from eagle3_jax.replays.cost import Cost, read_cost, sweep
+from eagle3_jax.replays.report import as_json, lines
+from eagle3_jax.replays.result import MODES, ReplayResult
+from eagle3_jax.replays.shared import read_shared
 from eagle3_jax.tree import DRAFT_ATTENTIONS
 
 DESCRIPTION = """The accept length of a draft under any trees, from a record of tokens and aux

@@ -1,0 +1,1 @@
+"""What `eagle3_jax.replay` is made of."""

@@ -1,0 +1,1 @@
+"""What `eagle3_jax.doctor` tries, and how it judges."""
