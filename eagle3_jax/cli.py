@@ -6,6 +6,7 @@ from convert import from_torch
 from eagle3_jax import generate_command, record_command
 from eagle3_jax.command import Parser, keep_programs, run_command
 from eagle3_jax.replays import command as replay_command
+from eagle3_jax.version import __version__
 from eagle3_jax.wirings import command as doctor_command
 
 
@@ -14,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         keep_programs()
     parser = Parser(prog="eagle3", description="EAGLE-3 drafts in JAX, checked against engines.")
+    parser.add_argument("--version", action="version", version=f"eagle3_jax {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     convert = commands.add_parser(
         "convert",

@@ -27,6 +27,7 @@ Verdict = Literal[
     "engine_differs",
     "not_matched",
     "no_wiring_fits",
+    "undecided",
 ]
 HEALTHY: tuple[Verdict, ...] = ("as_configured", "not_acceptance")
 WEAK = 1.4
@@ -127,8 +128,11 @@ def diagnose(
         agreements, explained = _engine(search, best, base, options)
     table = [judge.candidate(w) for w in dict.fromkeys((base, best, *finalists))]
     chance = judge.candidate(shuffled)
+    verdict = _verdict(judge, base, best, agreements)
+    if verdict == "as_configured" and any(c.z >= needed and c.gain.high > 0 for c in table):
+        verdict = "undecided"
     return Diagnosis(
-        verdict=_verdict(judge, base, best, agreements),
+        verdict=verdict,
         configured=judge.candidate(base),
         best=winner,
         table=table,
@@ -295,8 +299,8 @@ def _undecided(
     for other in options(best):
         (name, (_, value)) = next(iter(best.changes(other).items()))
         if search.z(search.costs([other], search.some)[0] - cost) < 2.0:
-            shown = value.theta if isinstance(value, RopeConfig) else value
-            same.setdefault(name, []).append(str(shown))
+            shown = f"{value.kind} {value.theta:g}" if isinstance(value, RopeConfig) else str(value)
+            same.setdefault(name, []).append(shown)
     for name, values in same.items():
         found.append(f"{name}: {', '.join(values)} would do as well on this record")
     return found

@@ -64,7 +64,10 @@ def _add_models(parser: argparse.ArgumentParser, *, draft: bool):
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     prompts.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="JSON lines: text, prompt, messages or ids"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='JSON lines: {"prompt": TEXT}, {"messages": [...]} or {"input_ids": [...]}',
     )
     prompts.add_argument("--ids", type=Path, metavar="FILE", help="a JSON list of id lists")
     add("--raw", action="store_true", help="texts as they stand, without the chat template")

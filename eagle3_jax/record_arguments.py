@@ -70,7 +70,14 @@ def _add_written(parser: argparse.ArgumentParser):
     add("--out", required=True, type=Path, metavar="FILE", help="folder, or NAME.safetensors")
     add("--tag", action="append", default=[], metavar="TEXT", help="a group, for tables")
     add("--partial-context", action="store_true", help="rows may begin after position 0")
-    add("--allow", action="append", default=[], choices=sorted(ALLOWABLE), metavar="CODE")
+    add(
+        "--allow",
+        action="append",
+        default=[],
+        choices=sorted(ALLOWABLE),
+        metavar="CODE",
+        help=f"note it instead of refusing; repeatable: {', '.join(sorted(ALLOWABLE))}",
+    )
     add("--force", action="store_true", help="replace a record that is there")
     add("--json", action="store_true", help="print one JSON object")
 

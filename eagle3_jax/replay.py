@@ -120,6 +120,11 @@ def _check(
         name = f" ({sequence.name})" if sequence.name else ""
         check_sequence(sequence, record, f"sequence {number}{name}")
         if mode == "pinned" and sequence.rounds is None:
-            raise ConfigError(f"sequence {number}{name} has no rounds to pin to: use free mode")
+            raise ConfigError(
+                f"sequence {number}{name} has no rounds of an engine to pin to: use free mode"
+            )
         if temperatures and sequence.top_logprobs is None:
-            raise ConfigError(f"sequence {number}{name} has no logprobs to use temperatures on")
+            raise ConfigError(
+                f"sequence {number}{name} has no logprobs to use temperatures on: record them with "
+                "--top-logprobs"
+            )

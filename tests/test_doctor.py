@@ -13,6 +13,7 @@ from eagle3_jax.record import RecordError
 from eagle3_jax.wirings.material import checked_rotation
 from eagle3_jax.wirings.patch import overriding, patches
 from eagle3_jax.wirings.report import as_json, lines, sentence
+from eagle3_jax.wirings.stats import Paired
 
 TRUE = Truth()
 
@@ -325,6 +326,23 @@ def test_what_cannot_be_decided_is_said():
     assert "eagle3 record make" in text
     assert "eagle3 record from-sglang" in text
     assert "constant offset of all positions" in text
+
+
+def test_a_likelier_wiring_that_accepts_no_more_is_no_cure_and_no_clean_bill(monkeypatch):
+    """A real fault, were its gain in accept length within the noise."""
+    s = scripted(Truth(boundaries=(3, 5, 6)))
+    record = without_rounds(s.record)
+    monkeypatch.setattr("eagle3_jax.doctor.threshold", lambda tried: 2.0)
+    monkeypatch.setattr(
+        "eagle3_jax.wirings.judge.paired", lambda a, b, size: Paired(0.0, 0.0, -0.1, 0.1)
+    )
+    monkeypatch.setattr("eagle3_jax.doctor.WEAK", 1.0)
+    d = check_up(s, TRUE, record=record)
+    assert d.verdict == "undecided"
+    assert not d.healthy
+    assert d.best.wiring == d.configured.wiring
+    assert sentence(d).startswith("Not decided: no wiring of")
+    assert "boundaries (3, 5, 6)" in sentence(d)
 
 
 def test_report_and_json_agree():

@@ -87,6 +87,7 @@ def describe(
         "rounds": rounds,
         "accept_length": 1 + accepted / rounds if rounds else None,
         "tags": tags,
+        "rms_rows": finite,
         "rms": [round(math.sqrt(s / finite), 6) if finite else None for s in squares],
         "last_state": _last_state(record, norm is not None),
         "vocab_size": record.vocab_size,
@@ -130,7 +131,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         slots = ", ".join(map(str, found["draft_slots"]))
         rows.append(("draft", f"fits: its states are slots {slots}"))
     text = [f"{name:<11}{value}" for name, value in rows]
-    text += ["", "slot  boundary    RMS"]
+    text += ["", f"slot  boundary    RMS of {found['rms_rows']} rows"]
     for slot, (boundary, rms) in enumerate(zip(found["boundaries"], found["rms"], strict=True)):
         text.append(f"{slot:<6}{boundary!s:<12}{'-' if rms is None else format(rms, '.4g')}")
     text += ["", "checks: " + ("nothing found" if not found["findings"] else "")]

@@ -51,7 +51,13 @@ def add_parser(subparsers: Any):
     add("--draft-attention", choices=DRAFT_ATTENTIONS, help="what a drafted row sees")
     add("--as-engine", metavar="NAME", help="run the draft as sglang-0.5.23 would")
     add("--keep-draft-kv", action="store_true", help="never rebuild draft KV from target states")
-    add("--temperature", action="append", type=float, metavar="X", help="expected there; repeat")
+    add(
+        "--temperature",
+        action="append",
+        type=float,
+        metavar="X",
+        help="also the accept length expected when sampling at X; repeatable",
+    )
     add("--cost", metavar="FILE|VALUES", help="decode=10,draft=0.8,verify=4:11,verify=32:14")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
     add("--also-dtype", choices=DTYPES, help="replay in this one too, such as the engine's")
@@ -156,7 +162,9 @@ def _print(
 def _tree(text: str) -> TreeConfig:
     parts = text.split(",")
     if not 1 <= len(parts) <= 3 or not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"expected STEPS,TOPK,NODES such as 5,8,32: {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected STEPS,TOPK or STEPS,TOPK,NODES such as 5,8,32: {text!r}"
+        )
     try:
         return TreeConfig(*map(int, parts))
     except ConfigError as error:

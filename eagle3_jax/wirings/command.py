@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = lines(found, ids)
         if side is not None:
-            text.append(f"Training, replay and engine: the fault is {side['verdict']}.")
+            text.append(f"By training accuracy, replay and engine alone: {side['verdict']}.")
         say("\n".join(text))
     return 0 if found.healthy else 1
 

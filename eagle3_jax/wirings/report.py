@@ -14,7 +14,7 @@ UNOBSERVABLE = (
     "a scale on the embedding: norm_embed removes it",
 )
 CAPTURE = "eagle3 record make --target T --prompts P --max-new-tokens 256 --all-boundaries --out R"
-SERVER = "eagle3 record from-sglang --url URL --prompts P --target T --boundaries 2,15,27 --out R"
+SERVER = "eagle3 record from-sglang --url URL --prompts P --target T --boundaries {} --out R"
 
 
 def sentence(d: Diagnosis, ids: tuple[int, ...] | None = None) -> str:
@@ -50,6 +50,13 @@ def sentence(d: Diagnosis, ids: tuple[int, ...] | None = None) -> str:
         return (
             f"Not an acceptance problem: the engine's {d.rounds} rounds are the replay's, {where}"
             f"{_reading(d, ids)}."
+        )
+    if d.verdict == "undecided":
+        rival = max(d.table, key=lambda c: c.z)
+        return (
+            f"Not decided: no wiring of {d.tried} accepts clearly more ({where}), but the record's "
+            f"tokens are likelier under {rival.words} ({rival.z:.1f} standard errors): record more "
+            "text."
         )
     return f"As configured is best of {d.tried} wirings: {where}{_reading(d, ids)}."
 
@@ -129,7 +136,7 @@ def lines(d: Diagnosis, ids: tuple[int, ...] | None = None) -> list[str]:
     if any(text.startswith("boundaries: the record") for text in d.undecided):
         found.append(f"  {CAPTURE}")
     if any(text.startswith("cache policy") for text in d.undecided):
-        found.append(f"  {SERVER}")
+        found.append(f"  {SERVER.format(','.join(map(str, d.best.wiring.boundaries)))}")
     found += ["Not observable:", *(f"  {text}" for text in UNOBSERVABLE)]
     if d.verdict in ("no_wiring_fits", "not_matched"):
         shown = ", ".join(f"{b}: {x:.3g}" for b, x in d.norms.items())
