@@ -337,8 +337,6 @@ def check_boundaries(boundaries: tuple, num_aux: int, target_layers: int | None 
     """Raises `ConfigError` for a wrong count, duplicates, or boundaries outside [0, L]."""
     if len(boundaries) != num_aux:
         raise ConfigError(f"{len(boundaries)} aux boundaries {boundaries}, but fc takes {num_aux}")
-    if len(set(boundaries)) != len(boundaries):
-        raise ConfigError(f"aux boundaries {boundaries} repeat a boundary")
     for boundary in boundaries:
         if boundary == "final_norm":
             continue
@@ -348,6 +346,8 @@ def check_boundaries(boundaries: tuple, num_aux: int, target_layers: int | None 
             raise ConfigError(
                 f"aux boundary {boundary} lies outside the target's 0..{target_layers}"
             )
+    if len(set(boundaries)) != len(boundaries):
+        raise ConfigError(f"aux boundaries {boundaries} repeat a boundary")
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -10,7 +10,8 @@ import numpy as np
 
 from eagle3_jax.config import ConfigError, RopeConfig, TreeConfig, default_boundaries
 from eagle3_jax.draft import Eagle3Draft, Shared
-from eagle3_jax.record import Record
+from eagle3_jax.record import Record, RecordError
+from eagle3_jax.records.checks import check_fits
 from eagle3_jax.wirings import engine
 from eagle3_jax.wirings.candidates import neighbours, singles
 from eagle3_jax.wirings.judge import Candidate, Judge
@@ -100,6 +101,7 @@ def diagnose(
       RecordError: nothing to score. ConfigError: the record lacks the configured boundaries or the
         draft needs a matrix of the target's that `shared` does not have.
     """
+    check_fits(record, draft.config)
     steps = num_steps or _engine_steps(record) or 3
     packed = pack(record, steps=steps, max_tokens=max_tokens)
     material = Material(packed, record.boundaries, draft, shared, extra or {}, side_map, rotation)
@@ -158,7 +160,7 @@ def _verdict(
     if best != base:
         return "wiring_differs"
     if not judge.uses_states(base):
-        return "no_wiring_fits"
+        return "no_wiring_fits" if judge.at_chance(base) else "undecided"
     if agreements and not agreements[0].equal:
         return "engine_differs"
     if agreements and agreements[0].name != "refresh":
@@ -227,11 +229,14 @@ def _followed(search: Search, wiring: Wiring, chains: list, policy: str) -> engi
 def _configured(record: Record, draft: Eagle3Draft) -> Wiring:
     boundaries = draft.config.aux_boundaries
     if isinstance(boundaries, str):
-        if record.num_layers is None:
-            have = [b for b in record.boundaries if isinstance(b, int)]
-            boundaries = default_boundaries(max(have))
-        else:
-            boundaries = default_boundaries(record.num_layers)
+        have = [b for b in record.boundaries if isinstance(b, int)]
+        all_there = sorted(have) == list(range(len(have)))  # then the last is the depth
+        if record.num_layers is None and not all_there:
+            raise RecordError(
+                f"the draft's boundaries are {boundaries} and the record does not know the "
+                "target's depth L: say it with --num-layers when recording"
+            )
+        boundaries = default_boundaries(record.num_layers or max(have))
     return configured(draft.config, boundaries)
 
 

@@ -366,3 +366,37 @@ def test_refusals():
         check_up(s, record=without_rounds(record))
     with pytest.raises(ConfigError, match="not orthogonal"):
         checked_rotation(s.draft().config, np.ones((64, 64)), "Q.npy")
+
+
+def test_more_slots_than_the_alignment_looks_at():
+    s = scripted(tokens=300, count=8)
+    d = check_up(s)
+    assert d.verdict == "not_acceptance"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_states_that_are_not_finite_are_refused(value):
+    s = scripted(tokens=60)
+    aux = np.array(s.record.sequences[0].aux)
+    aux[20, 0, 3] = value
+    broken = dataclasses.replace(s.record.sequences[0], aux=aux)
+    with pytest.raises(RecordError, match="states of token 20 are not finite"):
+        check_up(s, record=dataclasses.replace(s.record, sequences=[broken]))
+
+
+def test_records_of_another_target_are_refused():
+    s = scripted(tokens=60)
+    whole = s.record.sequences[0]
+    wide = dataclasses.replace(whole, aux=np.concatenate((whole.aux, whole.aux), axis=2))
+    strange = dataclasses.replace(whole, tokens=np.where(whole.tokens > 90, 700, whole.tokens))
+    for second, message in ((wide, "sequence 1: states are 128 wide"), (strange, "id 700")):
+        record = dataclasses.replace(s.record, sequences=[whole, second], vocab_size=None)
+        with pytest.raises(RecordError, match=message):
+            check_up(s, record=record)
+
+
+def test_too_little_text_is_said():
+    """Few rounds of a rightly wired draft: no verdict against the draft."""
+    s = scripted(tokens=60)
+    d = check_up(s, record=without_rounds(s.record))
+    assert d.verdict in ("undecided", "as_configured")

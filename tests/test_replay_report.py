@@ -18,6 +18,7 @@ from eagle3_jax.replay import replay
 from eagle3_jax.replays.cost import Cost, priced, read_cost, sweep
 from eagle3_jax.replays.report import as_json, lines
 from eagle3_jax.replays.tables import by_distance, by_position, by_tag, misses, ranks
+from eagle3_jax.replays.temperature import _probability
 from eagle3_jax.trace import Trace
 
 pytestmark = pytest.mark.quick_compile
@@ -285,7 +286,7 @@ def test_what_the_record_s_checks_saw_is_repeated():
 
 def test_temperatures():
     """From the target's probabilities by hand: a product along the chain, to the first miss."""
-    made = make(Request(tokens=120), top=6)
+    made = make(Request(tokens=120), top=256)
     result = run(made, temperatures=(0.5, 1.0), mode="pinned")
     sequence = made.record.sequences[0]
     for r, engine in zip(result.trees[0].rounds, sequence.rounds, strict=True):
@@ -294,7 +295,7 @@ def test_temperatures():
             for level in range(min(engine.accepted + 1, 3)):
                 row = r.start + level
                 p = np.exp(sequence.top_logprobs[row].astype(np.float64))
-                weights = np.append(p, 1 - p.sum()) ** (1 / T)
+                weights = p ** (1 / T)
                 at = np.flatnonzero(sequence.top_ids[row] == engine.proposed[level])
                 path *= weights[at[0]] / weights.sum() if len(at) else 0.0
                 expected += path
@@ -413,3 +414,20 @@ def test_a_draft_trained_otherwise_is_low_not_wrong():
     claim = Truth(norm_before_residual=True)
     found = replay(made.record, made.draft(claim), CHAIN, shared=made.shared())
     assert found.trees[0].accept_length < 1.6
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.3, 0.9, 1.0, 1.5, 4.0, 20.0])
+@pytest.mark.parametrize("kept", [1, 2, 7])
+def test_a_lower_bound_from_few_logprobs(temperature, kept):
+    """Never above what all logprobs give, whatever the rest of the distribution looks like."""
+    rng = np.random.default_rng(kept)
+    for _ in range(200):
+        logits = rng.standard_normal(40) * rng.uniform(0.1, 6)
+        logp = np.sort(logits - np.log(np.exp(logits).sum()))[::-1]
+        exact = np.exp(logp / temperature) / np.exp(logp / temperature).sum()
+        ids = np.arange(kept)
+        for token in range(kept):
+            bound = _probability(ids, logp[:kept], token, temperature, 40)
+            assert bound <= exact[token] * (1 + 1e-9)
+            whole = _probability(np.arange(40), logp, token, temperature, 40)
+            assert whole == pytest.approx(exact[token], rel=1e-6)

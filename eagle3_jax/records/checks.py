@@ -240,6 +240,32 @@ def check_record(
     return checks.finish()
 
 
+def check_fits(record: Record, draft: DraftConfig):
+    """Whether every sequence's ids and widths are those of the draft's target.
+
+    Raises:
+      RecordError: an id outside the draft's vocabulary, states of another width.
+    """
+    if record.vocab_size is not None and record.vocab_size > draft.vocab_size:
+        raise RecordError(
+            f"the record's ids go up to {record.vocab_size - 1}, the draft's vocabulary to "
+            f"{draft.vocab_size - 1}"
+        )
+    for number, sequence in enumerate(record.sequences):
+        width = sequence.aux.shape[2]
+        if width != draft.target_hidden_size:
+            raise RecordError(
+                f"sequence {number}: states are {width} wide, the draft takes "
+                f"{draft.target_hidden_size}: another target's record"
+            )
+        top = int(sequence.tokens.max(initial=0))
+        if top >= draft.vocab_size:
+            raise RecordError(
+                f"sequence {number}: id {top} is outside the draft's vocabulary "
+                f"0..{draft.vocab_size - 1}: another target's record"
+            )
+
+
 def check_for_draft(record: Record, draft: DraftConfig) -> tuple[int, ...]:
     """Whether a record holds what a draft reads.
 
@@ -255,18 +281,7 @@ def check_for_draft(record: Record, draft: DraftConfig) -> tuple[int, ...]:
         raise RecordError(
             f"the draft needs {draft.num_aux} states, got {slots} (boundaries {captured})"
         )
-    if record.vocab_size is not None and record.vocab_size > draft.vocab_size:
-        raise RecordError(
-            f"the record's ids go up to {record.vocab_size - 1}, the draft's vocabulary to "
-            f"{draft.vocab_size - 1}"
-        )
-    if len(record.sequences):
-        width = record.sequences[0].aux.shape[2]
-        if width != draft.target_hidden_size:
-            raise RecordError(
-                f"states are {width} wide, the draft takes {draft.target_hidden_size}: another "
-                "target's record"
-            )
+    check_fits(record, draft)
     if isinstance(draft.aux_boundaries, str):
         if record.num_layers is None:
             raise RecordError(

@@ -12,12 +12,14 @@ import numpy as np
 
 from eagle3_jax.files.safetensors_file import SafetensorsFile
 from eagle3_jax.files.source import FileError, parse_object, read_json
-from eagle3_jax.records.structure import check_fields, check_sequence
+from eagle3_jax.records.structure import check_fields, check_sequence, describe
 from eagle3_jax.records.types import EngineRound, Record, RecordError, RecordSequence
 
 FORMAT = 1
 INDEX = "record.json"
 METADATA_KEY = "eagle3_record"
+MOST = 1 << 40
+"""More sequences than any part holds."""
 
 
 def load(path: str | os.PathLike) -> Record:
@@ -53,7 +55,7 @@ def load(path: str | os.PathLike) -> Record:
             embedding=None if embedding is None else path.parent / embedding,
             provenance=dict(header["provenance"]),
             partial_context=header["partial_context"],
-            findings=tuple(header["findings"]),
+            findings=tuple(map(_text, _list(header, "findings", where))),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{where}: not a record's header: {error!r}") from None
@@ -140,8 +142,8 @@ def _read_sequence(
         sequence = RecordSequence(
             tokens=tokens,
             aux=file.read(prefix + "aux"),
-            prompt_length=int(fields["prompt_length"]),
-            first=int(fields["first"]),
+            prompt_length=_whole(fields["prompt_length"]),
+            first=_whole(fields["first"]),
             loss_mask=small("loss_mask"),
             top_ids=small("top_ids"),
             top_logprobs=small("top_logprobs"),
@@ -157,7 +159,22 @@ def _read_sequence(
     return sequence
 
 
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text")
+    return value
+
+
 def _unpack_rounds(rounds: np.ndarray, proposed: np.ndarray | None) -> tuple[EngineRound, ...]:
+    for name, array in (("rounds", rounds), ("proposed", proposed)):
+        if array is not None and (array.ndim != 2 or array.dtype.kind not in "iu"):
+            raise ValueError(f"{name} are {describe(array)}, expected integers of two axes")
     items = []
     for i, (start, accepted, bonus) in enumerate(rounds.tolist()):
         ids = [] if proposed is None else [t for t in proposed[i].tolist() if t >= 0]
@@ -171,7 +188,12 @@ def _part(folder: Path, entry: Any, where: Path) -> tuple[Path, int]:
     if not isinstance(entry, dict) or set(entry) != {"file", "sequences"}:
         raise RecordError(f"{where}: part {entry!r}, expected file and sequences")
     name, count = entry["file"], entry["sequences"]
-    if not isinstance(name, str) or Path(name).name != name or type(count) is not int or count < 1:
+    if (
+        not isinstance(name, str)
+        or Path(name).name != name
+        or type(count) is not int
+        or not 1 <= count <= MOST
+    ):
         raise RecordError(f"{where}: part {entry!r} is not a file of this folder and its count")
     if not (folder / name).is_file():
         raise RecordError(f"{folder / name}: no such file, {where} lists it")

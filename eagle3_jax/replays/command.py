@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def add_parser(subparsers: Any):
         "--tree",
         action="append",
         type=_tree,
-        metavar="STEPS,TOPK[,NODES]",
+        metavar="STEPS,TOPK,NODES",
         help="such as 3,1 or 5,8,32; may be repeated (3,1 and 3,4,16)",
     )
     trees.add_argument("--sweep", action="store_true", help="chains and trees of usual sizes")
@@ -161,9 +162,9 @@ def _print(
 
 def _tree(text: str) -> TreeConfig:
     parts = text.split(",")
-    if not 1 <= len(parts) <= 3 or not all(part.strip().isdecimal() for part in parts):
+    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\s*[0-9]{1,5}\s*", p) for p in parts):
         raise argparse.ArgumentTypeError(
-            f"expected STEPS,TOPK or STEPS,TOPK,NODES such as 5,8,32: {text!r}"
+            f"expected STEPS,1 for a chain or STEPS,TOPK,NODES such as 5,8,32: {text[:40]!r}"
         )
     try:
         return TreeConfig(*map(int, parts))

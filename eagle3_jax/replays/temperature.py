@@ -8,7 +8,11 @@ from eagle3_jax.record import RecordSequence
 
 
 def expected_drafts(
-    sequence: RecordSequence, start: int, proposed: np.ndarray, temperatures: Sequence[float]
+    sequence: RecordSequence,
+    start: int,
+    proposed: np.ndarray,
+    temperatures: Sequence[float],
+    vocab_size: int,
 ) -> tuple[float, ...] | None:
     """Of one chain, at each temperature.
 
@@ -18,8 +22,8 @@ def expected_drafts(
     what an accepted other token would lead to is not in a greedy record and counts as nothing, so
     the number is a lower bound that grows loose as the temperature rises.
 
-    The recorded best tokens are sharpened among themselves, with what is left of the probability as
-    one more token.
+    Tokens outside the recorded best get as much weight as their mass can: evenly spread above a
+    temperature of 1, below it as many as fit at the weight of the last recorded one.
 
     Args:
       proposed: the drafted ids [num_steps], -1 where the chain was not followed further.
@@ -34,18 +38,30 @@ def expected_drafts(
             row = start + level - sequence.first
             if token < 0 or row >= len(ids):
                 break
-            path *= _probability(ids[row], logprobs[row], token, temperature)
+            path *= _probability(ids[row], logprobs[row], token, temperature, vocab_size)
             expected += path
         found.append(expected)
     return tuple(found)
 
 
-def _probability(ids: np.ndarray, logprobs: np.ndarray, token: int, temperature: float) -> float:
+def _probability(
+    ids: np.ndarray, logprobs: np.ndarray, token: int, temperature: float, vocab_size: int
+) -> float:
     at = np.flatnonzero(ids == token)
     if not len(at):
         return 0.0
     known = np.asarray(logprobs, np.float64)
-    rest = max(1 - np.exp(known).sum(), 1e-12)
-    scaled = np.append(known, np.log(rest)) / temperature
-    weights = np.exp(scaled - scaled.max())
-    return float(weights[at[0]] / weights.sum())
+    high, low = known.max(), known.min()
+    mass, others = max(1 - np.exp(known).sum(), 0.0), vocab_size - len(ids)
+    if mass == 0 or others < 1:
+        rest = 0.0
+    elif temperature >= 1:
+        rest = others * np.exp((np.log(mass / others) - high) / temperature)
+    else:
+        full = min(int(mass / np.exp(low)), others)
+        left = mass - full * np.exp(low)
+        rest = full * np.exp((low - high) / temperature)
+        if left > 0 and full < others:
+            rest += np.exp((min(np.log(left), low) - high) / temperature)
+    weights = np.exp((known - high) / temperature)
+    return float(weights[at[0]] / (weights.sum() + rest))

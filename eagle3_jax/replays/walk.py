@@ -179,7 +179,13 @@ class Walker:
         expected = None
         if self.temperatures and answers.chains is not None:
             proposed = answers.chains.proposed[slot, : tree.num_steps]
-            expected = expected_drafts(part.sequence, start, proposed, self.temperatures)
+            expected = expected_drafts(
+                part.sequence,
+                start,
+                proposed,
+                self.temperatures,
+                self.runner.draft.config.vocab_size,
+            )
         self.rounds[number].append(
             ReplayRound(
                 part.number, run.index, index, start, accepted, reason, rank, engine, expected

@@ -99,6 +99,9 @@ def _check(args: argparse.Namespace):
         value = getattr(args, name)
         if value is not None and value < least:
             raise ConvertError("USAGE", f"--{name.replace('_', '-')} is {value}, at least {least}")
+    length = args.engine_accept_length
+    if length is not None and not 1 <= length < math.inf:
+        raise ConvertError("USAGE", f"--engine-accept-length is {length}, expected at least 1")
     if args.train_accuracy is not None and not 0 <= args.train_accuracy <= 1:
         raise ConvertError("USAGE", f"--train-accuracy is {args.train_accuracy}, expected 0..1")
 

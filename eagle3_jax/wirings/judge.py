@@ -9,6 +9,9 @@ from eagle3_jax.wirings.search import CLEAR, Search
 from eagle3_jax.wirings.stats import Paired, paired
 from eagle3_jax.wirings.wiring import Wiring
 
+UNFIT = 0.25
+"""A gain in accept length over the states of other tokens that a draft of use would exceed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -49,6 +52,13 @@ class Judge:
         """Whether the states of other tokens would be clearly worse: the draft reads something."""
         shuffled = dataclasses.replace(wiring, rows="shuffled")
         return self.search.z(self.cost(shuffled) - self.cost(wiring)) >= CLEAR
+
+    def at_chance(self, wiring: Wiring) -> bool:
+        """Whether it accepts what the states of other tokens give, and enough rounds say so."""
+        shuffled = dataclasses.replace(wiring, rows="shuffled")
+        block = self.search.material.pack.block
+        gain = paired(self.scores(wiring).accepted, self.scores(shuffled).accepted, block)
+        return gain.high < UNFIT
 
     def best(self, finalists: list[Wiring]) -> Wiring:
         """The configured one unless another is clearly better by log loss; then the longest."""

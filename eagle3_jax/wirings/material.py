@@ -92,7 +92,8 @@ class Material:
         alike = {}
         for shift in (-1, 0, 1):
             slots = np.arange(len(x))
-            inside = (slots + shift >= p.start[slots]) & (slots + shift < p.end[slots] - 1)
+            last = np.minimum(p.end[slots] - 1, len(x))
+            inside = (slots + shift >= p.start[slots]) & (slots + shift < last)
             rows, tokens = x[slots[inside] + shift], p.tokens[slots[inside]]
             total, pairs = 0.0, 0
             for token in np.unique(tokens):

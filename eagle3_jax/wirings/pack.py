@@ -74,6 +74,13 @@ class Pack:
             row = piece.row + a - piece.offset
             rows = piece.sequence.aux[row : row + b - a][:, list(boundaries)]
             rows = np.asarray(rows).astype(np.float32)
+            good = np.isfinite(rows).all(axis=(1, 2))
+            if not good.all():
+                first = piece.first + a - piece.offset + int(np.argmin(good))
+                raise RecordError(
+                    f"sequence {piece.index}: the states of token {first} are not finite "
+                    f"({int((~good).sum())} such rows here): the target or its capture overflowed"
+                )
             missing = b - a - len(rows)  # the last token needs none
             parts.append(np.pad(rows, ((0, missing), (0, 0), (0, 0))))
         return np.concatenate(parts)

@@ -53,6 +53,11 @@ def sentence(d: Diagnosis, ids: tuple[int, ...] | None = None) -> str:
         )
     if d.verdict == "undecided":
         rival = max(d.table, key=lambda c: c.z)
+        if rival.z < d.needed:
+            return (
+                f"Not decided: {where} is too little text to tell it from the states of other "
+                f"tokens ({d.shuffled.accept_length:.2f}): record more text."
+            )
         return (
             f"Not decided: no wiring of {d.tried} accepts clearly more ({where}), but the record's "
             f"tokens are likelier under {rival.words} ({rival.z:.1f} standard errors): record more "
