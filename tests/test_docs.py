@@ -73,7 +73,8 @@ def test_options_exist(capsys):
     seen = 0
     for words in commands():
         if words[0] == "eagle3":
-            run, argv = eagle3, [words[1], "--help"]
+            nested = 2 if words[1] == "record" else 1
+            run, argv = eagle3, [*words[1 : 1 + nested], "--help"]
         elif words[:2] == ["python", "-m"] and words[2].startswith("convert."):
             module = {"convert.from_torch": from_torch, "convert.from_gguf": from_gguf}[words[2]]
             run, argv = module.main, ["--help"]
