@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from convert import from_torch
-from eagle3_jax import generate_command, record_command
+from eagle3_jax import generate_command
 from eagle3_jax.command import Parser, keep_programs, run_command
+from eagle3_jax.records import command as record_command
 from eagle3_jax.replays import command as replay_command
 from eagle3_jax.version import __version__
 from eagle3_jax.wirings import command as doctor_command

@@ -1,7 +1,7 @@
 """Runs `eagle3 record ...` in this process."""
 
-from eagle3_jax import record_command
 from eagle3_jax.command import Parser, run_command
+from eagle3_jax.records import command as record_command
 
 
 def run(*argv: object) -> int:

@@ -18,8 +18,8 @@ from eagle3_jax.findings import ConvertError
 from eagle3_jax.generate_report import progress
 from eagle3_jax.hub import model_folder
 from eagle3_jax.record import Record, RecordError, RecordSequence, RecordWriter
-from eagle3_jax.record_arguments import add_commands
 from eagle3_jax.records import arrays, dumper, live, page, sglang, trainers
+from eagle3_jax.records.arguments import add_commands
 from eagle3_jax.records.capture import Described, stored_as, target_facts
 from eagle3_jax.records.last_state import read_final_norm
 from eagle3_jax.records.recipe import recipe
