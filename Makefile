@@ -1,7 +1,7 @@
 # make demo, make test, make lint, make docs, make check: everything they need goes into $(VENV).
 #
 #   make test PEERS=1     also runs the tests that compare with torch and transformers (Python 3.11)
-#   make test ALL=1       every draw, prompt and tree (.ci/run does)
+#   make test ALL=1       every draw, prompt and tree (ten minutes more)
 #   make test PYTEST_ARGS="tests/test_tree.py -x"
 
 PYTHON ?= python3

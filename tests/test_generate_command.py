@@ -415,6 +415,15 @@ def test_second_ctrl_c_does_not_wait_for_the_round(call, pair, ids, tmp_path, mo
     assert len(e3.Trace.load(file).rounds) == 2
 
 
+@pytest.fixture
+def ctrl_c_works():
+    """A shell starts its background jobs with SIGINT ignored, and they pass that on."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_works")
 def test_ctrl_c_while_loading(call, pair, ids, monkeypatch):
     def load(*_: object, **__: object):
         signal.raise_signal(signal.SIGINT)
