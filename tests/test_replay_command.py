@@ -9,11 +9,11 @@ from scripted_draft import Sizes
 from scripted_records import Request, Scripted, make
 
 from convert import from_torch
-from eagle3_jax import replay_command
 from eagle3_jax.command import Parser, run_command
 from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.record import RecordWriter
 from eagle3_jax.replay import replay
+from eagle3_jax.replays import command as replay_command
 from eagle3_jax.replays.shared import read_shared
 
 pytestmark = pytest.mark.quick_compile
