@@ -233,6 +233,7 @@ def test_rotated_states(given):
         assert "--rotation" in sentence(d)
 
 
+@pytest.mark.exhaustive
 def test_draft_of_another_target_is_no_false_cure():
     """E3-079: the states moved away from what the draft was trained on."""
     s = scripted(count=4)
@@ -262,6 +263,7 @@ def test_rows_left_as_shards(shards):
     assert d.best.accept_length == pytest.approx(2.5, abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_another_request():
     s = scripted(count=2)
     a, b = s.record.sequences

@@ -349,5 +349,5 @@ def test_what_a_draft_lacks_is_asked_for(plain):
         replay(plain.record, plain.draft(), CHAIN)
     nothing = dataclasses.replace(plain.record.sequences[0], rounds=None)
     record = dataclasses.replace(plain.record, sequences=[nothing])
-    with pytest.raises(ConfigError, match="no rounds to pin to"):
+    with pytest.raises(ConfigError, match="no rounds of an engine to pin to"):
         run(plain, record=record, mode="pinned")

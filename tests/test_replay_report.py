@@ -238,6 +238,7 @@ def test_placeholders_of_an_image():
     assert "id 250 at positions 8..19" in finding.message
 
 
+@pytest.mark.exhaustive
 def test_half_floats():
     """E3-076: a float16 draft on bfloat16 states runs in both dtypes; the difference is noise."""
     made = make([Request(tokens=400), Request(tokens=400)])
@@ -364,9 +365,8 @@ def test_a_sweep_has_valid_trees_once():
     assert {t.topk for t in sweep(3)} == {1, 2}
 
 
-@pytest.mark.parametrize(
-    "attention", ["beam_slots", pytest.param("ancestors", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attention", ["ancestors", "beam_slots"])
 def test_traces_are_those_of_speculation(tiny_target, tiny_draft, attention, tmp_path):
     """The same trees node by node; a replay knows the target on the accepted path only."""
     prompts = [[5, 17, 33], [60, 61, 62, 63, 64, 65]]
