@@ -13,7 +13,6 @@ Four questions, every comparison within one alternating run:
 """
 
 import functools
-import sys
 
 import harness
 
@@ -28,13 +27,10 @@ harness.use_cores(args.cores)
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-
-sys.path[:0] = [str(harness.ROOT), str(harness.ROOT / "demo")]
-from model import cache_folder, ensure_model  # noqa: E402
+from pair import models  # noqa: E402
 from run import PROMPTS  # noqa: E402
 
 import eagle3_jax as e3  # noqa: E402
-from convert import from_torch  # noqa: E402
 from eagle3_jax import loop  # noqa: E402
 from eagle3_jax.draft import Eagle3Draft  # noqa: E402
 from eagle3_jax.generation import _Run  # noqa: E402
@@ -45,17 +41,6 @@ from eagle3_jax.tree import top_probabilities  # noqa: E402
 
 TREES = ["3,1,4", "3,4,8", "5,4,16"]
 SLOTS = 160
-
-
-def models():
-    """The demo's pair."""
-    folder = ensure_model()
-    out = cache_folder() / "smollm2-draft"
-    command = [str(harness.ROOT / "demo/draft"), "--target", str(folder), "--out", str(out)]
-    if not (out / "draft.json").exists() and from_torch.main(command):
-        sys.exit("the draft could not be converted")
-    target = e3.load_target(folder, dtype=args.dtype)
-    return folder, target, e3.load_draft(out, target=target, dtype=args.dtype)
 
 
 def seconds_per_round(target, draft, ids, tree) -> tuple[float, int]:
@@ -134,7 +119,7 @@ def forwards(target, draft: Eagle3Draft, tree: e3.TreeConfig) -> dict[str, float
     return harness.medians(harness.alternate(runs, 2 * args.repeats))
 
 
-folder, target, draft = models()
+folder, target, draft = models(args.dtype)
 tokenizer = Tokenizer.from_folder(folder)
 prompts = [
     tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": text}]))

@@ -19,8 +19,7 @@ import harness
 parser = harness.parser(__doc__)
 args = parser.parse_args()
 harness.use_cores(args.cores)
-sys.path[:0] = [str(harness.ROOT), str(harness.ROOT / "demo")]
-from model import cache_folder, ensure_model  # noqa: E402
+from pair import folders  # noqa: E402
 
 IMPORT = """
 import json, resource
@@ -64,7 +63,7 @@ def first_token(folder: Path, cache: Path | None) -> float:
     return time.perf_counter() - start
 
 
-folder, draft = ensure_model(), cache_folder() / "smollm2-draft"
+folder, draft = folders()
 with tempfile.TemporaryDirectory() as scratch:
     cold = first_token(folder, None)
     first_token(folder, Path(scratch) / "cache")

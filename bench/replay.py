@@ -8,8 +8,6 @@ of every row, in calls of the same number of rows. A chain of K levels runs K - 
 the rows that are right so far: its share of the plain speed is about 1 / (1 + c_1 + .. + c_(K-1)).
 """
 
-import sys
-
 import harness
 
 parser = harness.parser(__doc__)
@@ -23,29 +21,15 @@ import functools  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-
-sys.path[:0] = [str(harness.ROOT), str(harness.ROOT / "demo")]
-from model import cache_folder, ensure_model  # noqa: E402
+from pair import models  # noqa: E402
 from run import PROMPTS  # noqa: E402
 
 import eagle3_jax as e3  # noqa: E402
-from convert import from_torch  # noqa: E402
 from eagle3_jax.layers import Rows  # noqa: E402
 from eagle3_jax.modules import take_apart  # noqa: E402
 from eagle3_jax.record import Record, RecordSequence  # noqa: E402
 from eagle3_jax.replay import CHUNK, replay  # noqa: E402
 from eagle3_jax.tokenizer import Tokenizer  # noqa: E402
-
-
-def models():
-    """The demo's pair."""
-    folder = ensure_model()
-    out = cache_folder() / "smollm2-draft"
-    command = [str(harness.ROOT / "demo/draft"), "--target", str(folder), "--out", str(out)]
-    if not (out / "draft.json").exists() and from_torch.main(command):
-        sys.exit("the draft could not be converted")
-    target = e3.load_target(folder)
-    return folder, target, e3.load_draft(out, target=target)
 
 
 def record_of(target, draft, texts: list[tuple[int, list[int]]]) -> Record:

@@ -65,6 +65,20 @@ def run_command(
         return _fail("FILE", f"{error.filename}: {error.strerror}", "--json" in argv)
 
 
+def stop_ids(text: str) -> tuple[int, ...]:
+    """The value of `--stop`: ids between commas, or none.
+
+    Raises:
+      ArgumentTypeError: anything else.
+    """
+    if text == "none":
+        return ()
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected ids such as 2,7 or none, found {text!r}")
+    return tuple(int(part) for part in parts)
+
+
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/eagle3_jax`, or `~/.cache/eagle3_jax`."""
     base = os.environ.get("XDG_CACHE_HOME", "")

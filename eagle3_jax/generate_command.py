@@ -16,7 +16,7 @@ from rich.console import Console
 
 from eagle3_jax import prompts as prompts_module
 from eagle3_jax.checkpoint import MANIFEST, load_draft, read_manifest
-from eagle3_jax.command import say
+from eagle3_jax.command import say, stop_ids
 from eagle3_jax.comparison import Compared
 from eagle3_jax.config import DTYPES, TargetConfig, TreeConfig
 from eagle3_jax.driver import Job, Outcome, drive
@@ -76,7 +76,7 @@ def _add_models(parser: argparse.ArgumentParser, *, draft: bool):
 def _add_shared(parser: argparse.ArgumentParser):
     add = parser.add_argument
     add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (128)")
-    add("--stop", type=_stop_ids, metavar="IDS|none", help="such as 2,7; else the target's eos")
+    add("--stop", type=stop_ids, metavar="IDS|none", help="such as 2,7; else the target's eos")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
     add("--batch-size", type=int, default=8, metavar="N", help="prompts per call (8)")
     add("--trace", type=Path, metavar="FILE", help="write every round as JSON lines")
@@ -246,12 +246,3 @@ def _check_writable(path: Path):
 def _at_least_one(name: str, value: int):
     if value < 1:
         raise ConvertError("USAGE", f"{name} is {value}, expected at least 1")
-
-
-def _stop_ids(text: str) -> tuple[int, ...]:
-    if text == "none":
-        return ()
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"expected ids such as 2,7 or none, found {text!r}")
-    return tuple(int(part) for part in parts)

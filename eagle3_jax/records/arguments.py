@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.command import Parser
+from eagle3_jax.command import Parser, stop_ids
 from eagle3_jax.config import DTYPES, Boundary
 from eagle3_jax.records.checks import ALLOWABLE
 from eagle3_jax.records.recipe import BYTES
@@ -105,7 +105,7 @@ def _add_make(parser: argparse.ArgumentParser):
         metavar="N",
         help="0 records the texts as they stand",
     )
-    add("--stop", type=_stop_ids, metavar="IDS|none", help="such as 2,7; else the target's eos")
+    add("--stop", type=stop_ids, metavar="IDS|none", help="such as 2,7; else the target's eos")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
     add("--batch-size", type=int, default=8, metavar="N", help="prompts per call (8)")
     add("--top-logprobs", type=int, default=0, metavar="N", help="best next tokens to keep (0)")
@@ -151,12 +151,3 @@ def _boundaries(text: str) -> tuple[Boundary, ...] | str:
         )
     found: list[Boundary] = [int(part) if part.isdecimal() else "final_norm" for part in parts]
     return tuple(found)
-
-
-def _stop_ids(text: str) -> tuple[int, ...]:
-    if text == "none":
-        return ()
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"expected ids such as 2,7 or none, found {text!r}")
-    return tuple(int(part) for part in parts)
