@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 
 from eagle3_jax.checkpoint import CheckpointError
-from eagle3_jax.config import ConfigError
+from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.files.shards import FileError
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.record import RecordError
@@ -51,7 +52,7 @@ def run_command(
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head`: what is left unsaid was not wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop()
         return BROKEN_PIPE
     except ConvertError as error:
         return _fail(error.code, str(error), "--json" in argv)
@@ -62,7 +63,7 @@ def run_command(
         print("interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        return _fail("FILE", f"{error.filename}: {error.strerror}", "--json" in argv)
+        return _fail("FILE", f"{error.filename or _drop()}: {error.strerror}", "--json" in argv)
 
 
 def stop_ids(text: str) -> tuple[int, ...]:
@@ -77,6 +78,23 @@ def stop_ids(text: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"expected ids such as 2,7 or none, found {text!r}")
     return tuple(int(part) for part in parts)
+
+
+def tree_triple(text: str) -> TreeConfig:
+    """The value of `--tree`: `3,1` for a chain, `5,8,32` for a tree.
+
+    Raises:
+      ArgumentTypeError: anything else, or a tree that cannot be.
+    """
+    parts = text.split(",")
+    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\s*[0-9]{1,5}\s*", p) for p in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected STEPS,1 for a chain or STEPS,TOPK,NODES such as 5,8,32: {text[:40]!r}"
+        )
+    try:
+        return TreeConfig(*map(int, parts))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def cache_folder() -> Path:
@@ -95,10 +113,39 @@ def keep_programs():
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
 
 
+def check_writable(path: Path):
+    """Refuses a file that cannot be written before the work it is for, not after.
+
+    Raises:
+      ConvertError: a folder, or one to write in that is missing or not ours.
+    """
+    if path.is_dir():
+        raise ConvertError("FILE", f"{path}: a folder, expected a file to write")
+    if not path.absolute().parent.is_dir():
+        raise ConvertError("FILE", f"{path}: no folder {path.parent} to write in")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConvertError("FILE", f"{path}: no permission to write in {path.absolute().parent}")
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with the numbers that JSON lacks (infinity, NaN) as words."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def say(text: str):
     """Prints to stdout, whatever the names in `text` hold and stdout can encode."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _drop() -> str:
+    """Sends what stdout still holds nowhere, since it takes no more; names it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return "stdout"
 
 
 def _fail(code: str, message: str, as_json: bool) -> int:

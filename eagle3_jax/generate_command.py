@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import io
 import json
-import os
 import shlex
 import sys
 import time
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from eagle3_jax import prompts as prompts_module
 from eagle3_jax.checkpoint import MANIFEST, load_draft, read_manifest
-from eagle3_jax.command import say, stop_ids
+from eagle3_jax.command import check_writable, say, stop_ids
 from eagle3_jax.comparison import Compared
 from eagle3_jax.config import DTYPES, TargetConfig, TreeConfig
 from eagle3_jax.driver import Job, Outcome, drive
@@ -105,7 +104,7 @@ class _Command:
         _at_least_one("--max-new-tokens", args.max_new_tokens)
         _at_least_one("--batch-size", args.batch_size)
         if args.trace is not None:
-            _check_writable(args.trace)
+            check_writable(args.trace)
         if args.prompt is not None:
             self.prompts = prompts_module.from_texts(args.prompt)
         elif args.prompts is not None:
@@ -231,16 +230,6 @@ def _check_converted(draft: Path, target: Path):
             f"{shlex.quote(str(target))} --out {out} and give --draft {out}",
         )
     read_manifest(draft)
-
-
-def _check_writable(path: Path):
-    """A trace that can't be written is refused before hours of generation, not after."""
-    if path.is_dir():
-        raise ConvertError("FILE", f"{path}: a folder, expected a file to write")
-    if not path.absolute().parent.is_dir():
-        raise ConvertError("FILE", f"{path}: no folder {path.parent} to write in")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise ConvertError("FILE", f"{path}: no permission to write in {path.absolute().parent}")
 
 
 def _at_least_one(name: str, value: int):

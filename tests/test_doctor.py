@@ -2,18 +2,22 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripted_draft import Truth
 from scripted_records import Request, make
 
-from eagle3_jax.config import ConfigError
+from eagle3_jax.aux_ids import AUX_KEY
+from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.doctor import diagnose, gap
 from eagle3_jax.record import RecordError
 from eagle3_jax.wirings.material import checked_rotation
 from eagle3_jax.wirings.patch import overriding, patches
 from eagle3_jax.wirings.report import as_json, lines, sentence
 from eagle3_jax.wirings.stats import Paired
+
+pytestmark = pytest.mark.full_compile
 
 TRUE = Truth()
 
@@ -320,6 +324,67 @@ def served(s, truth):
     return tuple(rounds)
 
 
+def test_a_vocabulary_map_of_another_head_is_named():
+    """Random ids for d2t: the rows still follow the text, under no reading of the table."""
+    s = scripted(tokens=400)
+    ids = np.sort(np.random.default_rng(3).permutation(s.sizes.vocab)[: s.sizes.draft_vocab])
+    draft = s.draft()
+    right = np.asarray(draft.draft_to_target[...])
+    draft.draft_to_target[...] = jnp.asarray(np.random.default_rng(4).permutation(ids), jnp.int32)
+    d = diagnose(s.record, draft, s.shared())
+    assert d.verdict == "vocab_differs"
+    assert sentence(d).startswith("The vocabulary map is not this head's")
+    assert len(d.learned.rows) > 5
+    agree = [right[row] == token for row, token in d.learned.rows.items()]
+    assert np.mean(agree) > 0.8
+    assert "Rows as the text shows them" in "\n".join(lines(d))
+
+
+def test_a_draft_of_another_training_is_not_blamed_on_its_map():
+    s, other = scripted(tokens=300), scripted(tokens=60, seed=5)
+    d = diagnose(without_rounds(s.record), other.draft(), s.shared())
+    assert d.verdict == "no_wiring_fits"
+    assert not d.learned.clear
+
+
+def test_a_record_without_the_configured_boundaries():
+    """The engine captured (3, 5, 6) and the draft likes them; the config says (2, 4, 5)."""
+    s = scripted(Truth(boundaries=(3, 5, 6)), capture=(3, 5, 6))
+    d = check_up(s, TRUE)
+    assert d.verdict == "wiring_differs"
+    assert "lacks the configured boundaries (2, 4, 5); with (3, 5, 6)" in sentence(d)
+    assert as_json(d)["patch"]["vllm"]["config"] == {AUX_KEY: [3, 5, 6]}
+    d = check_up(s, TRUE, record=without_rounds(s.record))
+    assert d.verdict == "undecided"
+    assert "capture them all" in sentence(d)
+    assert "To serve it so" not in "\n".join(lines(d))
+
+
+@pytest.mark.parametrize("served", ["right", "other rows"])
+def test_rounds_of_an_engines_trees(served):
+    """Rounds with topk above 1 are compared as trees, not as chains that accept less."""
+    tree = TreeConfig(3, 2, 6)
+    s = scripted(tree=tree, draft_attention="beam_slots", count=2)
+    record = s.record
+    if served != "right":
+        items = [r for q in record.sequences[:1] for r in q.rounds]
+        wrong = [dataclasses.replace(r, accepted=0) if i > 3 else r for i, r in enumerate(items)]
+        first = dataclasses.replace(record.sequences[0], rounds=tuple(wrong))
+        record = dataclasses.replace(record, sequences=[first, record.sequences[1]])
+    said = {"speculative_num_steps": 3, "speculative_eagle_topk": 2}
+    said["speculative_num_draft_tokens"] = 6
+    record = dataclasses.replace(record, provenance={"server": said})
+    d = check_up(s, record=record)
+    assert d.tree == tree
+    if served == "right":
+        assert d.verdict == "not_acceptance"
+        assert d.agreements[0].rounds == sum(map(len, s.accepted))
+    else:
+        assert d.verdict == "engine_differs"
+        first = next(i for i, r in enumerate(s.record.sequences[0].rounds) if i > 3 and r.accepted)
+        assert d.agreements[0].first == (0, first)
+
+
 def test_what_cannot_be_decided_is_said():
     s = scripted(capture=(2, 4, 5))
     d = check_up(s, record=without_rounds(s.captured((2, 4, 5))))
@@ -359,7 +424,9 @@ def test_report_and_json_agree():
 def test_refusals():
     s = scripted(tokens=60)
     with pytest.raises(ConfigError, match=r"capture them all"):
-        check_up(s, Truth(boundaries=(2, 4, 7)), record=s.captured((2, 4, 5)))
+        check_up(s, Truth(boundaries=(2, 4, 7)), record=s.captured((1, 3, 8)))
+    with pytest.raises(ConfigError, match=r"the draft reads 3: \[2, 4, 5\]"):
+        check_up(s, record=s.captured((2, 4)))
     with pytest.raises(ConfigError, match=r"target's embed, which is not here"):
         diagnose(s.record, s.draft(), None)
     short = dataclasses.replace(s.record.sequences[0], tokens=s.record.sequences[0].tokens[:5])
@@ -368,8 +435,11 @@ def test_refusals():
         check_up(s, record=without_rounds(record))
     with pytest.raises(ConfigError, match="not orthogonal"):
         checked_rotation(s.draft().config, np.ones((64, 64)), "Q.npy")
+    with pytest.raises(ConfigError, match="dtype complex128, expected real numbers"):
+        checked_rotation(s.draft().config, np.eye(64) * (1 + 0j), "Q.npy")
 
 
+@pytest.mark.exhaustive
 def test_more_slots_than_the_alignment_looks_at():
     s = scripted(tokens=300, count=8)
     d = check_up(s)

@@ -11,6 +11,8 @@ from scripted_records import Request, make
 
 from convert import from_torch
 
+pytestmark = pytest.mark.full_compile
+
 TRAINED, SERVED = Truth(boundaries=(3, 5, 6)), Truth(boundaries=(2, 4, 5))
 
 

@@ -19,13 +19,18 @@ WIDE = {
 }
 
 
+pytestmark = pytest.mark.full_compile
+
+
 @pytest.fixture(scope="module")
 def pair():
     target = random_target(target_config(**WIDE), seed=1, dtype=np.float32)
     return target, random_draft(draft_config(target.config), seed=2, dtype=np.float32)
 
 
-@pytest.mark.parametrize(("prompt", "batch"), [(8, 3), (700, 1)])
+@pytest.mark.parametrize(
+    ("prompt", "batch"), [(8, 3), pytest.param(700, 1, marks=pytest.mark.exhaustive)]
+)
 def test_estimate_covers_what_xla_allocates(pair, prompt, batch):
     target, draft = pair
     tree = e3.TreeConfig(3, 4, 16)

@@ -14,8 +14,6 @@ from sglang_goldens import load
 import eagle3_jax as e3
 from eagle3_jax.config import DraftConfig, RopeConfig
 
-pytestmark = pytest.mark.quick_compile
-
 LLAMA3 = RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64)
 ATTENTION = "layers.0.attn."
 

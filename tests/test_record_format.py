@@ -252,6 +252,9 @@ def test_an_index_that_disagrees_with_its_parts(tmp_path):
     edit_index(lambda i: i.update(boundaries=[1, 2, 3]))(path)
     with pytest.raises(RecordError, match="at boundaries"):
         record.load(path).sequences[0]
+    edit_index(lambda i: i["parts"][1].update(i["parts"][0]))(path)
+    with pytest.raises(RecordError, match="listed more than once"):
+        record.load(path)
 
 
 def test_any_broken_byte_of_a_header_is_an_error_or_harmless(tmp_path):

@@ -14,6 +14,7 @@ from record_commands import fails, run
 import eagle3_jax as e3
 from eagle3_jax import record
 from eagle3_jax.layers import Rows
+from eagle3_jax.wirings.explain import engine_tree
 
 DATA = Path(__file__).parent / "data/records"
 T, E, LAYERS = 10, 6, 8
@@ -268,6 +269,7 @@ def test_the_dumper_with_a_draft(dumped, tmp_path, tiny_target, sglang_models):
     assert item.tokens.tolist() == [5, 17, 33, 91, 120, 7, 100, 45, 40, 93, 71]
     assert (item.prompt_length, item.first) == (8, 0)
     assert item.rounds == (record.EngineRound(8, 1, (93, 93, 93), 71),)
+    assert engine_tree(record.load(tmp_path / "r")) == e3.TreeConfig(3)
     expected = target_states(tiny_target, item.tokens)[: len(item.aux)]
     assert len(item.aux) == 10
     assert np.abs(item.aux - expected).max() < 5e-6
@@ -280,6 +282,7 @@ def test_the_dumper_with_trees_in_a_batch(tmp_path, tiny_target, tiny_draft, sgl
         archive.extractall(tmp_path / "exp")
     flags = ["--kind", "greedy", "--target", sglang_models / "target"]
     found = read("from-dumper", tmp_path / "exp", tmp_path / "r", *flags).sequences
+    assert engine_tree(record.load(tmp_path / "r")) == e3.TreeConfig(3, 4, 8)
     prompts = [[5, 17, 33, 91, 120, 7, 100, 45], [64, 3, 88, 21, 9], [77]]
     ours = e3.speculate(
         tiny_target,

@@ -11,8 +11,6 @@ from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.record import RecordError
 from eagle3_jax.replay import replay
 
-pytestmark = pytest.mark.quick_compile
-
 CHAIN = TreeConfig(3)
 LLAMA3 = {
     "rope_type": "llama3",

@@ -14,9 +14,8 @@ from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.record import RecordWriter
 from eagle3_jax.replay import replay
 from eagle3_jax.replays import command as replay_command
+from eagle3_jax.replays.cost import sweep
 from eagle3_jax.replays.shared import read_shared
-
-pytestmark = pytest.mark.quick_compile
 
 
 def eagle3(*argv: str) -> int:
@@ -103,13 +102,17 @@ def test_the_page(files, capsys, tmp_path):
     assert trace.read_text().count('"type":"round"') == sum(map(len, files.made.accepted))
 
 
-def test_a_sweep_ends_with_flags(files, capsys):
+def test_a_sweep_ends_with_flags(files, capsys, monkeypatch, request):
+    everything = sweep(64)
+    assert len(everything) > 40
+    if not request.config.getoption("--exhaustive"):
+        few = [t for t in everything if t.num_steps in (2, 3) and t.topk < 4]
+        monkeypatch.setattr("eagle3_jax.replays.command.sweep", lambda rows: few)
     argv = [*files, "--sweep", "--cost", "decode=10,draft=0.5,verify=4:11,verify=64:30"]
     found = page(capsys, *argv)
-    assert len(found["trees"]) > 40
     lengths = {tuple(t["tree"].values()): t["accept_length"] for t in found["trees"]}
     assert lengths[3, 1, 4] == pytest.approx(files.made.accept_length)
-    assert lengths[8, 8, 64] >= lengths[2, 2, 4]
+    assert lengths[3, 2, 8] >= lengths[2, 2, 4]
     speeds = [p["speedup"] for p in found["priced"]]
     assert speeds == sorted(speeds, reverse=True)
 

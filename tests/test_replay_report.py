@@ -12,6 +12,7 @@ from scripted_draft import ReferenceDraft, Sizes, Truth
 from scripted_records import Request, make
 
 import eagle3_jax as e3
+from eagle3_jax.command import finite
 from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.record import EngineRound
 from eagle3_jax.replay import replay
@@ -20,8 +21,6 @@ from eagle3_jax.replays.report import as_json, lines
 from eagle3_jax.replays.tables import by_distance, by_position, by_tag, misses, ranks
 from eagle3_jax.replays.temperature import _probability
 from eagle3_jax.trace import Trace
-
-pytestmark = pytest.mark.quick_compile
 
 CHAIN = TreeConfig(3)
 
@@ -431,3 +430,26 @@ def test_a_lower_bound_from_few_logprobs(temperature, kept):
             assert bound <= exact[token] * (1 + 1e-9)
             whole = _probability(np.arange(40), logp, token, temperature, 40)
             assert whole == pytest.approx(exact[token], rel=1e-6)
+
+
+def test_no_whole_round_is_said():
+    made = make(Request(rounds=1, script=(3,)))
+    s = made.record.sequences[0]
+    short = dataclasses.replace(s, tokens=s.tokens[:-2], aux=s.aux[:-2], rounds=None)
+    record = dataclasses.replace(made.record, sequences=[short])
+    found = replay(record, made.draft(), CHAIN, shared=made.shared())
+    assert [f.code for f in found.findings] == ["REPLAY_NO_ROUNDS"]
+    assert "no whole round under 3/1/4: the record's end cuts all 1" in lines(found)[-1]
+
+
+def test_states_too_large_to_square():
+    """Finite in float32, but the draft's own norm is not: said, and JSON still."""
+    made = make(Request(tokens=60))
+    s = made.record.sequences[0]
+    record = dataclasses.replace(
+        made.record, sequences=[dataclasses.replace(s, aux=s.aux * np.float32(1e37))]
+    )
+    found = replay(record, made.draft(), CHAIN, shared=made.shared())
+    assert "NUMERIC_NAN" in [f.code for f in found.findings]
+    text = json.dumps(finite(as_json(found)), allow_nan=False)
+    assert json.loads(text)["norms"]["fused"] in ("inf", "nan")

@@ -12,8 +12,6 @@ import pytest
 
 import eagle3_jax as e3
 
-pytestmark = pytest.mark.quick_compile
-
 FOLDER = Path(__file__).parent / "data/sglang"
 CASES = json.loads((FOLDER / "more/answers.json").read_text())
 FLAGS = {"combo1": ("--feedback", "post_norm")}

@@ -8,8 +8,6 @@ from sglang_goldens import Request, load
 import eagle3_jax as e3
 from eagle3_jax.trace import Round, sglang_stats
 
-pytestmark = pytest.mark.quick_compile
-
 ENGINE = "sglang-0.5.23"
 SAME = ("aux_1_3_6", "fc_bias", "fc_norm", "nolmhead_null", "norm_before_fc", "novocabmap")
 """SGLang runs these as they were trained."""

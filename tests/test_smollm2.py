@@ -7,7 +7,7 @@ from smollm2_goldens import greedy, read
 
 import eagle3_jax as e3
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.smollm2, pytest.mark.full_compile]
 
 ALL = tuple(range(10))
 FEW = (0, 2, 6, 8)
@@ -46,7 +46,14 @@ RUNS = {
     "bf16_chain3": Run(e3.TreeConfig(3), embed="draft"),
     "bf16_chain5": Run(e3.TreeConfig(5), embed="draft"),
 }
-MORE = ("chain5", "tree60,7,10", "sglang_tree_s5_k4_d16", "bf16_chain5")
+MORE = (
+    "chain5",
+    "tree16,3,4",
+    "bf16_chain3",
+    "tree60,7,10",
+    "sglang_tree_s5_k4_d16",
+    "bf16_chain5",
+)
 
 
 def runs(*prefixes: str) -> list:

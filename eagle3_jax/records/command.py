@@ -65,7 +65,9 @@ def _from_files(args: argparse.Namespace) -> int:
     slots = described.slots()
     if args.reader == "from-speculators":
         slots = trainers.speculators_slots(args.paths, described)
-    origin = {"reader": args.reader, "paths": [str(path) for path in args.paths]}
+    origin: dict[str, Any] = {"reader": args.reader, "paths": [str(path) for path in args.paths]}
+    if args.reader == "from-dumper":
+        origin["server"] = dumper.dumped_tree(_one(args.paths))
     return _write(args, described, slots, reader(args.paths, described), origin)
 
 

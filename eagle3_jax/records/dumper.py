@@ -78,6 +78,34 @@ def read_dumps(folder: Path, described: Described) -> Iterator[RecordSequence]:
         raise RecordError(f"{folder}: no target states in it: {FUSED} or {CAPTURED}N")
 
 
+def dumped_tree(folder: Path) -> dict[str, int]:
+    """SGLang's names for the tree that was drafted, empty where the dump does not show it.
+
+    Between an extend and a verification the draft runs `num_steps - 1` passes of `topk` rows a
+    request; the verification has `num_draft_tokens` rows. One drafted level leaves no pass: its
+    topk is then the rows below the root.
+    """
+    passes, topk, extended = 0, 0, False
+    for number, names in sorted(_steps(folder).items()):
+        step = _Step(number, names, folder, 0, None)
+        if step.is_extend:
+            passes, topk, extended = 0, 0, True
+            continue
+        count, rows = max(len(step.lengths), 1), len(step.positions)
+        if not step.is_target:
+            passes, topk = passes + 1, rows // count
+        elif extended and rows > count and rows % count == 0:
+            starts = step.positions[:: rows // count]
+            if bool((starts == step.lengths).all()):
+                nodes = rows // count
+                return {
+                    "speculative_num_steps": passes + 1,
+                    "speculative_eagle_topk": topk or nodes - 1,
+                    "speculative_num_draft_tokens": nodes,
+                }
+    return {}
+
+
 class _Step:
     """The tensors of one forward pass, read when needed."""
 

@@ -37,6 +37,10 @@ def load(path: str | os.PathLike) -> Record:
             raise RecordError(f"{path}: no {INDEX}: not a record, or one whose writing was cut")
         header, where = read_json(path / INDEX), path / INDEX
         parts = [_part(path, entry, where) for entry in _list(header, "parts", where)]
+        names = [part.name for part, _ in parts]
+        if len(set(names)) < len(names):
+            twice = max(names, key=names.count)
+            raise RecordError(f"{where}: part {twice} is listed more than once")
     elif path.exists():
         header, where = _part_header(SafetensorsFile(path)), path
         parts = [(path, len(_list(header, "sequences", where)))]

@@ -92,7 +92,7 @@ class BinReplay:
             aux = rows.aux(start, start + C, self.runner.slots)
             largest = check_finite(aux, rows, start, self.runner.boundaries)
             self.largest = max(self.largest, largest)
-            live = aux[: rows.used - start].astype(np.float32)
+            live = aux[: rows.used - start].astype(np.float64)
             self.aux_norm += np.sqrt((live * live).sum(axis=2)).sum(axis=0)
             judge = bool(rows.judged[here].any())
             self.bin, judged, norms = commit(

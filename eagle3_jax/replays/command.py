@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import jax
 
 from eagle3_jax import record as record_module
 from eagle3_jax.checkpoint import load_draft, manifest_config, read_manifest
-from eagle3_jax.command import say
-from eagle3_jax.config import DTYPES, ConfigError, TreeConfig
+from eagle3_jax.command import check_writable, finite, say, tree_triple
+from eagle3_jax.config import DTYPES, TreeConfig
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.hub import model_folder
 from eagle3_jax.record import Record
@@ -43,7 +42,7 @@ def add_parser(subparsers: Any):
     trees.add_argument(
         "--tree",
         action="append",
-        type=_tree,
+        type=tree_triple,
         metavar="STEPS,TOPK,NODES",
         help="such as 3,1 or 5,8,32; may be repeated (3,1 and 3,4,16)",
     )
@@ -70,8 +69,8 @@ def add_parser(subparsers: Any):
 def run(args: argparse.Namespace) -> int:
     """Runs parsed arguments; returns the exit status."""
     cost = None if args.cost is None else read_cost(args.cost)
-    if args.trace is not None and not args.trace.absolute().parent.is_dir():
-        raise ConvertError("FILE", f"{args.trace}: no folder {args.trace.parent} to write in")
+    if args.trace is not None:
+        check_writable(args.trace)
     folder = model_folder(args.draft)
     manifest = read_manifest(folder)
     config = manifest_config(manifest, folder)
@@ -146,9 +145,9 @@ def _print(
         result = as_json(found, cost)
         if other is not None:
             result["also"] = as_json(other)
-        say(json.dumps(result, allow_nan=False))
+        say(json.dumps(finite(result)))
         return
-    say("\n".join(lines(found, cost)))
+    say("\n".join(lines(found, cost, best=args.sweep)))
     if other is not None:
         for mine, its in zip(found.trees, other.trees, strict=True):
             if mine.accept_length is not None and its.accept_length is not None:
@@ -158,15 +157,3 @@ def _print(
                 )
     if args.trace is not None:
         say(f"trace of {found.trees[0].tree} written to {args.trace}")
-
-
-def _tree(text: str) -> TreeConfig:
-    parts = text.split(",")
-    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\s*[0-9]{1,5}\s*", p) for p in parts):
-        raise argparse.ArgumentTypeError(
-            f"expected STEPS,1 for a chain or STEPS,TOPK,NODES such as 5,8,32: {text[:40]!r}"
-        )
-    try:
-        return TreeConfig(*map(int, parts))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,6 +1,7 @@
 """What a replay shows beside its numbers, each with a code."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -45,6 +46,14 @@ def findings(result: ReplayResult, seen: Seen) -> list[Finding]:
                 "nothing of them, as in an engine that reuses a prefix without its draft KV",
             )
         )
+    if result.norms is not None and not _finite(result.norms.fused, *result.norms.ratio):
+        found.append(
+            Finding(
+                "NUMERIC_NAN",
+                f"states reach {seen.largest:.3g}: the draft's own states are no longer finite in "
+                f"{result.dtype}, and nothing it proposes means anything",
+            )
+        )
     if seen.largest > LARGEST_HALF:
         found.append(
             Finding(
@@ -52,12 +61,32 @@ def findings(result: ReplayResult, seen: Seen) -> list[Finding]:
                 f"states reach {seen.largest:.3g}, above 65504: infinite in float16",
             )
         )
+    found += _no_rounds(result)
     found += _pinned_at_most(result, seen)
     found += _vocabulary(result)
     found += _drift(result)
     found += _window(result)
     found += _placeholders(result)
     return found
+
+
+def _finite(*values: float) -> bool:
+    return all(map(math.isfinite, values))
+
+
+def _no_rounds(result: ReplayResult) -> list[Finding]:
+    empty = [t for t in result.trees if not t.rounds]
+    if not empty:
+        return []
+    cut = sum(t.censored for t in empty)
+    why = f"the record's end cuts all {cut}" if cut else "no sequence has output to draft"
+    return [
+        Finding(
+            "REPLAY_NO_ROUNDS",
+            f"no whole round under {', '.join(str(t.tree) for t in empty)}: {why}; record more "
+            "tokens",
+        )
+    ]
 
 
 def _pinned_at_most(result: ReplayResult, seen: Seen) -> list[Finding]:

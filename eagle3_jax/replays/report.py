@@ -92,8 +92,8 @@ def _rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 
-def lines(result: ReplayResult, cost: Cost | None = None) -> list[str]:
-    """A page: one row a tree, the first tree in detail, findings, what pays."""
+def lines(result: ReplayResult, cost: Cost | None = None, *, best: bool = False) -> list[str]:
+    """A page: one row a tree, the first (or the best) in detail, findings, what pays."""
     found = [_headline(result), ""]
     found += _table(
         ("tree", "rounds", "cut", "accepted", "accept length", "tok/verify", "rate", "bound"),
@@ -115,9 +115,10 @@ def lines(result: ReplayResult, cost: Cost | None = None) -> list[str]:
         "accepted: drafts a round; accept length: + the bonus token; tok/verify: completion "
         "tokens / rounds; bound: the draft vocabulary's"
     )
-    first = next((t for t in result.trees if t.rounds), None)
-    if first is not None:
-        found += ["", f"{first.tree} in detail", *_detail(result, first)]
+    some = [t for t in result.trees if t.rounds]
+    if some:
+        one = max(some, key=lambda t: t.accept_length or 0) if best else some[0]
+        found += ["", f"{one.tree} in detail", *_detail(result, one)]
     found += _norms(result)
     found += [f"[{f.code}] {f.message}" for f in result.findings]
     if cost is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.checkpoint import load_draft, read_manifest
-from eagle3_jax.command import say
+from eagle3_jax.command import finite, say, tree_triple
 from eagle3_jax.config import ConfigError, DraftConfig
 from eagle3_jax.doctor import diagnose, gap
 from eagle3_jax.draft import Shared
@@ -41,6 +41,12 @@ def add_parser(subparsers: Any):
     add("--draft", required=True, metavar="D", help="a converted draft's folder, or a Hub id")
     add("--target", metavar="T", help="its embedding and head; else the record's own reference")
     add("--num-steps", type=int, metavar="N", help="drafts a round; else the engine's, else 3")
+    add(
+        "--tree",
+        type=tree_triple,
+        metavar="STEPS,TOPK,NODES",
+        help="what the record's engine drafted; else what the record says, else a chain",
+    )
     add("--max-tokens", type=int, default=4096, metavar="N", help="tokens to score on (4096)")
     add("--rotation", type=Path, metavar="FILE", help="Q of a rotated target, .npy or .safetensors")
     add("--map", type=Path, metavar="FILE", help="another d2t, .npy or .safetensors")
@@ -78,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         side_map=other,
         rotation=rotation,
         num_steps=args.num_steps,
+        tree=args.tree,
         max_tokens=args.max_tokens,
         say=lambda text: None if args.quiet else print(text, file=sys.stderr, flush=True),
     )
@@ -85,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     ids = None if ids is None else tuple(ids)
     side = _three_numbers(args, found.configured.accept_length, found.tree.num_steps)
     if args.json:
-        say(json.dumps(_finite(as_json(found, ids) | {"gap": side})))
+        say(json.dumps(finite(as_json(found, ids) | {"gap": side})))
     else:
         text = lines(found, ids)
         if side is not None:
@@ -146,12 +153,3 @@ def _array(path: Path) -> np.ndarray:
     if len(names) != 1:
         raise FileError(f"{path}: {len(names)} tensors, expected one")
     return source.read(names[0])
-
-
-def _finite(value: Any) -> Any:
-    """Infinite standard errors, which JSON does not have, as words."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

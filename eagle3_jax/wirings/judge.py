@@ -48,6 +48,10 @@ class Judge:
         """On all chains."""
         return self.search.scores([wiring], self.search.many)[0]
 
+    def rows(self, wiring: Wiring) -> np.ndarray:
+        """[chains] the row of the head each chain drafts first."""
+        return self.search.rows(wiring, self.search.many)[0]
+
     def uses_states(self, wiring: Wiring) -> bool:
         """Whether the states of other tokens would be clearly worse: the draft reads something."""
         shuffled = dataclasses.replace(wiring, rows="shuffled")

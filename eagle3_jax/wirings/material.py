@@ -43,8 +43,8 @@ class Material:
             if name != "draft_to_target"
         } | {name: np.asarray(tensor).astype(np.float32) for name, tensor in extra.items()}
         self.shared, self.rotation = shared, rotation
-        targets = np.asarray(draft.draft_to_target[...])
-        self.maps = readings(targets, config.vocab_size, side)
+        self.targets = np.asarray(draft.draft_to_target[...])
+        self.maps = readings(self.targets, config.vocab_size, side)
         self.rows_of = {n: rows_of(ids, config.vocab_size) for n, ids in self.maps.items()}
         self.orders = row_orders(packed)
         self._heads: dict[str, np.ndarray] = {}
@@ -302,6 +302,8 @@ def checked_rotation(config: DraftConfig, rotation: np.ndarray, name: str) -> np
     E = config.target_hidden_size
     if rotation.shape != (E, E):
         raise ConfigError(f"{name}: shape {list(rotation.shape)}, expected [{E}, {E}]")
+    if rotation.dtype.kind != "f" and rotation.dtype.name != "bfloat16":
+        raise ConfigError(f"{name}: dtype {rotation.dtype}, expected real numbers")
     rotation = rotation.astype(np.float32)
     gap = float(np.abs(rotation @ rotation.T - np.eye(E, dtype=np.float32)).max())
     if not gap < 1e-2:

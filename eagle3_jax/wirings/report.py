@@ -7,7 +7,7 @@ from eagle3_jax.doctor import Diagnosis
 from eagle3_jax.wirings import patch
 from eagle3_jax.wirings.engine import POLICIES
 from eagle3_jax.wirings.judge import Candidate
-from eagle3_jax.wirings.wiring import joint_shift
+from eagle3_jax.wirings.wiring import Wiring, joint_shift, show_boundaries
 
 UNOBSERVABLE = (
     "a constant offset of all positions: rotary embedding is relative",
@@ -21,6 +21,16 @@ def sentence(d: Diagnosis, ids: tuple[int, ...] | None = None) -> str:
     """The verdict in one sentence; `ids` are the checkpoint's own layer ids."""
     length, best = d.configured.accept_length, d.best.accept_length
     where = f"accept length {length:.2f} on {d.rounds} rounds of {d.tree.num_steps} drafts"
+    if d.stated is not None:
+        return _unrecorded(d, d.stated)
+    if d.verdict == "vocab_differs":
+        assert d.learned is not None
+        return (
+            "The vocabulary map is not this head's: the draft's rows follow the text "
+            f"({d.learned.right:.0%} of {d.learned.places} places foretold by what follows each "
+            f"row elsewhere), and d2t is right at {d.learned.given:.0%}: give the right map with "
+            "--map, or convert the draft with it."
+        )
     if d.verdict == "wiring_differs":
         text = f"The wiring differs from the config: {d.best.words}; accept length {length:.2f} "
         text += f"-> {best:.2f} on the same {d.rounds} rounds"
@@ -66,6 +76,18 @@ def sentence(d: Diagnosis, ids: tuple[int, ...] | None = None) -> str:
     return f"As configured is best of {d.tried} wirings: {where}{_reading(d, ids)}."
 
 
+def _unrecorded(d: Diagnosis, stated: Wiring) -> str:
+    have, best = d.best.wiring.boundaries, d.best.accept_length
+    text = (
+        f"The record lacks the configured boundaries {show_boundaries(stated.boundaries)}; with "
+        f"{show_boundaries(have)} the draft reaches accept length {best:.2f} on {d.rounds} rounds "
+        f"(states of other tokens: {d.shuffled.accept_length:.2f})"
+    )
+    if d.verdict == "wiring_differs":
+        return f"{text}, and the engine's rounds are those: it served other boundaries than stated."
+    return f"{text}: whether the configured ones give more is not decided, capture them all."
+
+
 def _engine_words(d: Diagnosis) -> str:
     if not d.agreements:
         return ""
@@ -107,9 +129,11 @@ def as_json(d: Diagnosis, ids: tuple[int, ...] | None = None) -> dict[str, Any]:
             for a in d.agreements
         ],
         "explained": d.explained,
-        "patch": patch.patches(d.configured.wiring, d.best.wiring),
+        "patch": patch.patches(d.stated or d.configured.wiring, d.best.wiring),
         "overridden_by": patch.overriding(d.best.wiring),
         "undecided": d.undecided,
+        "stated_boundaries": None if d.stated is None else list(d.stated.boundaries),
+        "learned_map": None if d.learned is None else dataclasses.asdict(d.learned),
         "not_observable": list(UNOBSERVABLE),
         "norms": d.norms,
     }
@@ -130,9 +154,13 @@ def lines(d: Diagnosis, ids: tuple[int, ...] | None = None) -> list[str]:
             at = "" if a.first is None else f", first: sequence {a.first[0]} round {a.first[1]}"
             name = POLICIES.get(a.name, a.name)
             found.append(f"  {a.different:5d} of {a.rounds} differ{at}: {name}")
-    lines = patch.patches(d.configured.wiring, d.best.wiring)
+    if d.verdict == "vocab_differs" and d.learned is not None:
+        rows = list(d.learned.rows.items())[:6]
+        shown = ", ".join(f"row {row}: id {token}" for row, token in rows)
+        found += ["", f"Rows as the text shows them: {shown}, ..."]
+    lines = patch.patches(d.stated or d.configured.wiring, d.best.wiring)
     changes = [f"  {name}: {patch.show(p)}" for name, p in lines.items() if any(p.values())]
-    if changes:
+    if changes and (d.stated is None or d.verdict == "wiring_differs"):
         found += ["", "To serve it so:", *changes]
     over = patch.overriding(d.best.wiring)
     if over:

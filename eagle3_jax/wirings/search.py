@@ -65,6 +65,11 @@ class Search:
         hit = proposed == self.tokens(rung)
         return Scores(cost[i], nll[i], proposed, np.cumprod(hit, axis=0).sum(axis=0))
 
+    def rows(self, wiring: Wiring, rung: Rung) -> np.ndarray:
+        """[steps, chains] the draft's best rows of the head."""
+        (key,) = self._ensure([wiring], rung)
+        return self._cache[key, id(rung)][2]
+
     def tokens(self, rung: Rung) -> np.ndarray:
         """[steps, chains] the record's tokens that the chains draft."""
         pack = self.material.pack
@@ -218,7 +223,7 @@ class Search:
         """
         for _ in range(CLIMBS):
             near = [best, *candidates.neighbours(self.material, best, reach=2)]
-            first = max(near, key=self._merit)
+            first = self.first(near)
             if first == best:
                 break
             best = first
@@ -235,6 +240,7 @@ class Search:
 
     def first(self, finalists: list[Wiring]) -> Wiring:
         """The one with the longest accept length on all chains, then with the lowest log loss."""
+        self._ensure(finalists, self.many)  # side by side
         return max(finalists, key=self._merit)
 
     def prepared(self, wiring: Wiring, rung: Rung):

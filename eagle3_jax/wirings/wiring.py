@@ -102,7 +102,7 @@ def joint_shift(old: tuple[Boundary, ...], new: tuple[Boundary, ...]) -> int | N
 def describe_change(name: str, old: Any, new: Any) -> str:
     """One difference between two wirings in words."""
     if name == "boundaries":
-        shown = f"boundaries {_show(new)} for {_show(old)}"
+        shown = f"boundaries {show_boundaries(new)} for {show_boundaries(old)}"
         step = joint_shift(old, new)
         if step:
             return f"{shown} (shift {step:+d})"
@@ -159,5 +159,6 @@ def _switch(name: str, new: Any) -> str:
     return "final norm before the head" if new else "no final norm"
 
 
-def _show(boundaries: tuple[Boundary, ...]) -> str:
+def show_boundaries(boundaries: tuple[Boundary, ...]) -> str:
+    """As a tuple, names without quotes."""
     return "(" + ", ".join(map(str, boundaries)) + ")"
