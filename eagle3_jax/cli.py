@@ -7,6 +7,7 @@ from eagle3_jax import generate_command
 from eagle3_jax.command import Parser, keep_programs, run_command
 from eagle3_jax.records import command as record_command
 from eagle3_jax.replays import command as replay_command
+from eagle3_jax.reports import command as report_command
 from eagle3_jax.version import __version__
 from eagle3_jax.wirings import command as doctor_command
 
@@ -38,4 +39,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     record_command.add_parser(commands)
     replay_command.add_parser(commands)
     doctor_command.add_parser(commands)
+    report_command.add_parser(commands)
     return run_command(parser, lambda args: args.run(args), argv)

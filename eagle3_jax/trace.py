@@ -151,7 +151,7 @@ class Trace:
         if header is None:
             raise ValueError(f"{path}: empty, expected a trace")
         count = header["num_sequences"]
-        if sorted(sequences) != list(range(count)):
+        if len(sequences) != count or sorted(sequences) != list(range(count)):
             raise ValueError(
                 f"{path}: ends with sequences {sorted(sequences)}, expected 0..{count - 1}: "
                 "the file is cut short"

@@ -151,6 +151,11 @@ def _taken(scene: Scene) -> list[str]:
     return ["record", "make", "--target", str(scene.target), "--ids", ids, *more]
 
 
+def _page(scene: Scene) -> list[str]:
+    scene.speculate()  # writes ids.json
+    return ["report", str(scene.root / "ids.json"), "--out", str(scene.root / "page.html")]
+
+
 def _doctor_alone(scene: Scene) -> list[str]:
     return ["doctor", str(_record(scene)), "--draft", str(scene.converted)]
 
@@ -312,6 +317,7 @@ CASES = [
         "USAGE",
         "`--tree NUM_STEPS,TOPK[,NUM_DRAFT_TOKENS]`",
     ),
+    Case("a page on what is no trace", _page, "TRACE", "give what `--trace` wrote"),
     Case(
         "a record that is there already",
         _taken,
