@@ -14,6 +14,7 @@ from eagle3_jax.convert_report import conversion_report
 from eagle3_jax.dialects import DIALECTS
 from eagle3_jax.draft_switches import Flags
 from eagle3_jax.findings import ALLOWABLE
+from eagle3_jax.hub import DRAFT_PATTERNS, local_path
 
 DESCRIPTION = """Converts an EAGLE-3 draft (.safetensors, shards or .bin) to an Orbax checkpoint and
 draft.json. Exit status 0, or 2 with one error and nothing written."""
@@ -30,9 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser):
     """The arguments of `convert.from_torch` and `eagle3 convert`."""
     add = parser.add_argument
     codes = "; ".join(f"{code}: {effect}" for code, effect in ALLOWABLE.items())
-    add("path", type=Path, metavar="PATH", help="folder, or weight file with config.json beside it")
+    add(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="folder, weight file with config.json beside it, or Hub id",
+    )
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    add("--target", type=Path, help="the target's folder; config.json alone is enough")
+    add("--target", type=Path, help="the target's folder, config.json or Hub id")
     add("--dialect", choices=["auto", *DIALECTS], default="auto")
     add(
         "--dtype", choices=["keep", "float32", "bfloat16"], default="keep", help="of stored weights"
@@ -51,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser):
         add(name, type=_boolean, metavar="true|false", help=meaning)
     add("--feedback", choices=["pre_norm", "post_norm"], help="the state fed to the next step")
     add("--embed", choices=["auto", "draft", "target"], default="auto", help="whose embedding")
+    add(
+        "--next-layer-norm",
+        choices=["input_layernorm", "hidden_norm"],
+        help="the norm of layers after the first, where the file has both",
+    )
+    add("--dequantise", action="store_true", help="fp8 and int8 weights times their scales")
     add("--rope-theta", type=_positive, metavar="X", help="RoPE base, whatever the file says")
     add("--ignore-rope-scaling", action="store_true", help="plain RoPE, whatever the file says")
     add("--d2t-kind", choices=["auto", "offset", "absolute"], default="auto")
@@ -61,21 +73,28 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(args: argparse.Namespace):
     """Converts as parsed arguments say and prints the report."""
+    target = args.target and local_path(args.target, ("config.json",))
     options = Options(
-        target=args.target,
+        target=target,
         dialect=args.dialect,
         dtype=args.dtype,
         aux_convention=args.aux_convention,
         flags=Flags(
-            args.norm_before_residual, args.feedback, args.final_norm, args.double_norm, args.embed
+            args.norm_before_residual,
+            args.feedback,
+            args.final_norm,
+            args.double_norm,
+            args.embed,
+            args.next_layer_norm,
         ),
         rope_theta=args.rope_theta,
         ignore_rope_scaling=args.ignore_rope_scaling,
         d2t_kind=args.d2t_kind,
         allow=tuple(args.allow),
+        dequantise=args.dequantise,
     )
     check_writable(args.out, args.force)
-    conversion = convert_draft(args.path, options)
+    conversion = convert_draft(local_path(args.path, DRAFT_PATTERNS), options)
     save_draft(
         args.out,
         conversion.config,

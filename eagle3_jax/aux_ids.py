@@ -14,6 +14,7 @@ SGLang). `index`: id k is boundary k itself (speculators, vLLM)."""
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 ANGELSLIM_KEY = "aux_hidden_states_layer_ids"
+DEEPSPEC_KEY = "target_layer_ids"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ def listed_ids(config: SourceConfig) -> list[Field]:
         config.top(AUX_KEY),
         config.top(ANGELSLIM_KEY),
         config.eagle_config(ANGELSLIM_KEY),
+        config.top(DEEPSPEC_KEY),
     ]
     for field in filter(None, fields):
         valid = isinstance(field.value, list) and bool(field.value)
@@ -58,17 +60,21 @@ def read_aux(
     num_aux: int,
     target_layers: int | None,
     convention: Literal["auto", "output", "index"] = "auto",
+    single: bool = False,
 ) -> AuxChoice:
     """The boundaries of a draft whose `fc` takes `num_aux` states.
 
     `auto`: speculators and a top-level list use `index`; `eagle_config` uses `output`, unless its
-    largest id is the target's depth (gpt-oss); AngelSlim uses `output`.
+    largest id is the target's depth (gpt-oss); AngelSlim and DeepSpec use `output`. `single`: a
+    draft without aux states (ModelOpt) reads the target's last normed state.
 
     Raises:
       ConvertError: AUX_CONVENTION_AMBIGUOUS when two lists disagree; AUX_IDS_INVALID for a wrong
         count, duplicates, negative ids, or boundaries past the target's depth.
     """
     lists = listed_ids(config)
+    if single:
+        return AuxChoice(("final_norm",), "config:use_aux_hidden_state, the last normed state")
     if dialect == "speculators":
         lists.sort(key=lambda field: field.key != AUX_KEY)
     if not lists:
@@ -135,6 +141,8 @@ def _auto(field: Field, dialect: str, target_layers: int | None) -> tuple[Conven
         return "index", f"default:{rule}"
     if field.key == f"eagle_config.{AUX_KEY}" and max(field.value) == target_layers:
         return "index", f"inferred: the largest id is the target's depth {target_layers}"
+    if field.key == DEEPSPEC_KEY:
+        return "output", "default:DeepSpec"
     return "output", "default:eagle_config" if "." in field.key else "default:AngelSlim"
 
 

@@ -1,6 +1,7 @@
 """Keys and values of one model: rows are appended at any slot, an accepted path is kept."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +11,51 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Per-layer buffers. How many slots are valid is the caller's business (`LoopState.length`)."""
+    """Per-layer buffers. How many slots are valid is the caller's business (`LoopState.length`).
+
+    Latent attention keeps one head of keys whose first elements are the values: v has width 0.
+    """
 
     k: tuple[jax.Array, ...]  # layers x [B, S, K, H]
     v: tuple[jax.Array, ...]  # layers x [B, S, K, H]
+    positions: jax.Array | None = None  # [B, S] int32 of each slot, where a layer has a window
 
     @classmethod
     def zeros(cls, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype):
-        """An empty cache of `slots` rows per sequence."""
-        shape = (batch, slots, kv_heads, head_dim)
-        return cls(
-            tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-            tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-        )
+        """An empty cache of `slots` rows per sequence, all layers alike."""
+        heads = (kv_heads, head_dim)
+        return cls.of([(heads, heads)] * layers, batch, slots, dtype)
 
-    def write(self, layer: int, k: jax.Array, v: jax.Array, start: jax.Array) -> "KVCache":
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+        batch: int,
+        slots: int,
+        dtype,
+        *,
+        positions: bool = False,
+    ) -> "KVCache":
+        """An empty cache; each layer gives heads and width of its keys and of its values."""
+        k = tuple(jnp.zeros((batch, slots, *heads), dtype) for heads, _ in layers)
+        v = tuple(jnp.zeros((batch, slots, *heads), dtype) for _, heads in layers)
+        return cls(k, v, jnp.zeros((batch, slots), jnp.int32) if positions else None)
+
+    def write(
+        self, layer: int, k: jax.Array, v: jax.Array, start: jax.Array, positions: jax.Array
+    ) -> "KVCache":
         """Puts k, v [B, T, K, H] at slots start[b] .. start[b] + T - 1 of one layer.
 
-        The caller guarantees that they fit: an update past the end would be moved, not refused.
+        The first layer puts their positions [B, T] for all. The caller guarantees that they fit: an
+        update past the end would be moved, not refused.
         """
-        return dataclasses.replace(
-            self,
-            k=_set(self.k, layer, _put(self.k[layer], k, start)),
-            v=_set(self.v, layer, _put(self.v[layer], v, start)),
+        kept = self.positions
+        if kept is not None and layer == 0:
+            kept = _put(kept, positions, start)
+        return KVCache(
+            _set(self.k, layer, _put(self.k[layer], k, start)),
+            _set(self.v, layer, _put(self.v[layer], v, start)),
+            kept,
         )
 
     def keep(self, path: jax.Array, start: jax.Array) -> "KVCache":
@@ -40,10 +63,22 @@ class KVCache:
         slots = start[:, None] + path
 
         def move(buffer):
-            rows = jnp.take_along_axis(buffer, slots[:, :, None, None], axis=1)
-            return _put(buffer, rows, start)
+            index = slots.reshape(*slots.shape, *[1] * (buffer.ndim - 2))
+            return _put(buffer, jnp.take_along_axis(buffer, index, axis=1), start)
 
-        return KVCache(tuple(map(move, self.k)), tuple(map(move, self.v)))
+        return jax.tree.map(move, self)
+
+    def first(self, slots: int) -> "KVCache":
+        """The first `slots` slots."""
+        return jax.tree.map(lambda x: x[:, :slots], self)
+
+    def followed_by(self, other: "KVCache") -> "KVCache":
+        """The slots of this cache, then those of another of the same model."""
+        return jax.tree.map(lambda x, y: jnp.concatenate((x, y), axis=1), self, other)
+
+    def rows(self, start: jax.Array, count: int) -> "KVCache":
+        """`count` slots from `start` [] on."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count, axis=1), self)
 
 
 def _set(buffers: tuple, index: int, value) -> tuple:
@@ -53,7 +88,7 @@ def _set(buffers: tuple, index: int, value) -> tuple:
 def _put(buffer: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     if buffer.shape[0] == 1:
         zero = jnp.zeros((), start.dtype)
-        return lax.dynamic_update_slice(buffer, rows, (zero, start[0], zero, zero))
+        return lax.dynamic_update_slice(buffer, rows, (zero, start[0], *[zero] * (buffer.ndim - 2)))
     return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis=0))(
         buffer, rows, start
     )

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from eagle3_jax import memory
 from eagle3_jax.canonical_tensors import describe, sha256_array
-from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.config import ConfigError, DraftConfig, LatentSizes, RopeConfig, TargetConfig
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.engines import run_as
 from eagle3_jax.files.shards import FileError, read_json
@@ -49,7 +49,8 @@ def load_draft(
       path: the folder with draft.json and weights/.
       target: the target it will draft for; checks that they fit and settles the default boundaries.
       dtype: of weights and activations.
-      as_engine: run it as this engine would ("sglang-0.5.23"), not as it was trained.
+      as_engine: run it as this engine would ("sglang-0.5.23", "vllm", see `engine_rules`), not as
+        it was trained.
 
     Raises:
       CheckpointError: not a draft folder, a newer format, damaged weights.
@@ -62,6 +63,7 @@ def load_draft(
     config = manifest_config(manifest, path)
     layers = None if target is None else target.config.num_layers
     draft_attention = "ancestors"
+    at_one: tuple[str, ...] = ()
     if as_engine is not None:
         profile = run_as(
             as_engine,
@@ -70,12 +72,16 @@ def load_draft(
             tuple(manifest.get("source_tensors", {})),
             d2t_kind=manifest.get("d2t", {}).get("kind", "offset"),
             target_layers=layers,
+            target_architecture=None if target is None else target.config.architecture,
         )
         config, draft_attention = profile.config, profile.draft_attention
+        at_one = profile.at_one
     if target is not None:
         config = fit(config, target.config)
     memory.check_weights(str(path), config.tensor_shapes().values(), dtype)
-    tensors = read_tensors(path, config.tensor_shapes(), manifest["tensors"])
+    shapes = config.tensor_shapes()
+    tensors = read_tensors(path, [n for n in shapes if n not in at_one], manifest["tensors"])
+    tensors |= {name: np.ones(shapes[name], np.float32) for name in at_one}
     return Eagle3Draft.from_tensors(
         config, tensors, dtype, engine=as_engine, draft_attention=draft_attention
     )
@@ -223,9 +229,13 @@ def manifest_config(manifest: Mapping[str, Any], path: Path) -> DraftConfig:
         fields["rope"] = RopeConfig(**fields["rope"])
         if isinstance(fields["aux_boundaries"], list):
             fields["aux_boundaries"] = tuple(fields["aux_boundaries"])
+        fields["windows"] = tuple(window or None for window in fields.get("windows", ()))
+        if fields.get("latent") is not None:
+            fields["latent"] = LatentSizes(**fields["latent"])
         for field in dataclasses.fields(DraftConfig):
-            if field.type is bool and not isinstance(fields[field.name], bool):
-                raise TypeError(f"{field.name} is {fields[field.name]!r}, expected true or false")
+            value = fields.get(field.name, False)
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{field.name} is {value!r}, expected true or false")
         return DraftConfig(**fields)
     except (ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: config is damaged: {error}") from None

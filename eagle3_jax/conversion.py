@@ -2,36 +2,29 @@
 
 import dataclasses
 import os
-import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from eagle3_jax.aux_ids import read_aux
+from eagle3_jax.beside_target import beside_target, read_target
 from eagle3_jax.canonical_tensors import check_shapes, read_tensors
 from eagle3_jax.config import ConfigError, DraftConfig
 from eagle3_jax.dialects import DIALECTS, detect, match, strip_prefixes
+from eagle3_jax.draft_layers import read_layers
 from eagle3_jax.draft_sizes import read_sizes
 from eagle3_jax.draft_switches import Flags, read_switches
-from eagle3_jax.files.shards import (
-    FileError,
-    TensorSource,
-    has_weights,
-    open_weights,
-    read_json,
-)
+from eagle3_jax.files.shards import TensorSource, open_weights, read_json
 from eagle3_jax.findings import ConvertError, Findings
+from eagle3_jax.fused import SplitSource
 from eagle3_jax.manifest import SourceDraft, conversion_manifest
+from eagle3_jax.quantised import DequantisedSource
 from eagle3_jax.refusals import refuse_other_kinds
 from eagle3_jax.rope_config import read_rope
+from eagle3_jax.side_vocab import find_side_map
 from eagle3_jax.source_config import SourceConfig, TargetFacts
-from eagle3_jax.target_match import compare_rows, find_target_tensors
 from eagle3_jax.vocab import VocabMap, resolve_map
-
-SIDE_FILE = re.compile(
-    r"(d2t|t2d|vocab_mapping|token_map|selected_token|hot_token|^cache).*\.(pt|npy|npz|json|bin)$"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +34,7 @@ class Options:
     Attributes:
       target: the target's folder or config.json. dtype: of the stored floating-point tensors.
       allow: codes of checks to turn into warnings (`findings.ALLOWABLE`).
+      dequantise: multiply fp8 and int8 weights by their scales instead of refusing them.
     """
 
     target: Path | None = None
@@ -52,6 +46,7 @@ class Options:
     ignore_rope_scaling: bool = False
     d2t_kind: Literal["auto", "offset", "absolute"] = "auto"
     allow: tuple[str, ...] = ()
+    dequantise: bool = False
 
     def given(self) -> dict[str, Any]:
         """The options that differ from their defaults, for the manifest."""
@@ -92,31 +87,27 @@ def convert_draft(path: str | os.PathLike, options: Options | None = None) -> Co
 
 def _convert(path: Path, options: Options, findings: Findings) -> Conversion:
     if not path.exists():
-        raise ConvertError("FILE", f"{path}: no such file or folder; a Hub name? download it first")
+        raise ConvertError("FILE", f"{path}: no such file or folder")
     config_file = (path if path.is_dir() else path.parent) / "config.json"
     source_config = SourceConfig(read_json(config_file), str(config_file))
     source = open_weights(path)
     for note in source.notes:
         findings.note("FILE_CHOICE", note)
-    folder, target = _read_target(options.target)
+    if options.dequantise:
+        source = DequantisedSource(source, source_config.weight_block(), findings)
+    source = SplitSource(source, source_config, findings)
+    folder, target = read_target(options.target)
     draft = _understand(source, source_config, config_file, target, findings, options)
     config = _draft_config(draft, findings)
     check_shapes(source, draft.matched, config)
-    vocab = _vocabulary(draft, config, options, findings)
-    beside = _beside_target(draft, folder, target, findings)
+    vocab, map_file = _vocabulary(draft, config, options, findings)
+    beside = beside_target(draft, folder, target, findings)
     tensors, records = read_tensors(
         source, draft.matched, config, vocab.targets, options.dtype, findings
     )
-    manifest = conversion_manifest(draft, config, vocab, records, findings)
+    manifest = conversion_manifest(draft, config, vocab, records, findings, map_file)
     extra = {"target": beside, "options": options.given()}
     return Conversion(config, tensors, manifest | {k: v for k, v in extra.items() if v})
-
-
-def _read_target(path: Path | None) -> tuple[Path | None, TargetFacts | None]:
-    if path is None:
-        return None, None
-    file = path / "config.json" if path.is_dir() else path
-    return file.parent, TargetFacts.read(read_json(file), str(file))
 
 
 def _understand(
@@ -127,10 +118,10 @@ def _understand(
     findings: Findings,
     options: Options,
 ) -> SourceDraft:
-    plain = strip_prefixes(source.names())
+    plain = strip_prefixes(source.names(), findings)
     shapes = {short: source.shape(name) for short, name in plain.items()}
     dtypes = {short: source.dtype(name) for short, name in plain.items()}
-    refuse_other_kinds(plain, shapes, dtypes, config, findings)
+    refuse_other_kinds(plain, shapes, dtypes, config)
     matched = match(plain)
     chosen = options.dialect
     dialect = detect(matched, config, findings) if chosen == "auto" else DIALECTS[chosen]
@@ -140,6 +131,14 @@ def _understand(
         if canonical != "fc_norm.weight"
     }
     sizes = read_sizes(matched, single, config, target, findings)
+    layers = read_layers(
+        matched,
+        single,
+        config,
+        findings,
+        hidden_size=sizes.hidden_size,
+        next_norm=options.flags.next_norm,
+    )
     switches = read_switches(matched, config, dialect, options.flags, findings)
     aux = read_aux(
         config,
@@ -148,15 +147,20 @@ def _understand(
         num_aux=sizes.num_aux,
         target_layers=target.num_layers if target else None,
         convention=options.aux_convention,
+        single=sizes.fuse == "none",
     )
-    rope = read_rope(config, theta=options.rope_theta, ignore_scaling=options.ignore_rope_scaling)
+    rope = read_rope(
+        config, findings, theta=options.rope_theta, ignore_scaling=options.ignore_rope_scaling
+    )
     if dialect.theta_untrue and options.rope_theta is None and rope.effective.theta != 10000.0:
         findings.note(
             "POS_THETA_UNTRUE",
             f"RoPE base {rope.effective.theta:g} is the config's; AngelSlim, and SpecForge before "
             "2025-10-30, train at 10000 whatever the config says: --rope-theta 10000",
         )
-    return SourceDraft(source, config, config_file, matched, dialect, sizes, switches, aux, rope)
+    return SourceDraft(
+        source, config, config_file, matched, dialect, sizes, layers, switches, aux, rope
+    )
 
 
 def _draft_config(draft: SourceDraft, findings: Findings) -> DraftConfig:
@@ -171,8 +175,9 @@ def _draft_config(draft: SourceDraft, findings: Findings) -> DraftConfig:
         )
     eps = config.number(config.layer("rms_norm_eps"))
     try:
-        return DraftConfig(
+        built = DraftConfig(
             **sizes.fields(),
+            **cast(dict[str, Any], draft.layers.fields),
             **switches,
             rms_norm_eps=1e-6 if eps is None else eps,
             rope=draft.rope.effective,
@@ -181,6 +186,20 @@ def _draft_config(draft: SourceDraft, findings: Findings) -> DraftConfig:
         )
     except ConfigError as error:
         raise ConvertError("CONFIG_INVALID", f"{config.where}: {error}") from None
+    _all_used(draft, built)
+    return built
+
+
+def _all_used(draft: SourceDraft, config: DraftConfig):
+    """Every tensor that has a meaning has a place."""
+    used = {*config.tensor_shapes(), *draft.switches.dropped, "d2t", "t2d"}
+    left = [name for name in draft.matched.sources if name not in used]
+    if left:
+        raise ConvertError(
+            "WEIGHT_UNUSED",
+            f"tensor {draft.matched.spelled(left[0])!r} has no use in this draft: its other "
+            "tensors and config.json describe one without it",
+        )
 
 
 def _head(draft: SourceDraft, findings: Findings) -> Literal["draft", "target"]:
@@ -222,27 +241,33 @@ def _head(draft: SourceDraft, findings: Findings) -> Literal["draft", "target"]:
 
 def _vocabulary(
     draft: SourceDraft, config: DraftConfig, options: Options, findings: Findings
-) -> VocabMap:
+) -> tuple[VocabMap, Path | None]:
+    """The map, and the file beside the weights it was taken from if it was."""
+
     def read(name: str) -> np.ndarray | None:
         names = draft.matched.sources.get(name)
         return draft.source.read(names[0]) if names else None
 
-    table = read("d2t")
+    table, mask, kind, file = read("d2t"), read("t2d"), options.d2t_kind, None
     reduced = config.draft_vocab_size < config.vocab_size
-    side = _side_files(draft.config_file.parent)
-    if table is None and reduced and side and "VOCAB_MAP_MISSING" not in findings.allowed:
-        raise ConvertError(
-            "VOCAB_MAP_SIDE_FILE",
-            f"the weights have no d2t, but {side[0]} beside them looks like a vocabulary map: add "
-            "its table to the weights as d2t, offsets in the order of lm_head's rows",
-        )
+    if table is None and reduced and "VOCAB_MAP_MISSING" not in findings.allowed:
+        side = find_side_map(draft.config_file.parent, config.draft_vocab_size)
+        if side is not None:
+            table, file = side.table, side.file
+            mask = side.mask if mask is None else mask
+            kind = side.kind if kind == "auto" else kind
+            findings.warn(
+                "VOCAB_MAP_SIDE_FILE",
+                f"the weights have no d2t: the vocabulary map is that of {file.name}, read as "
+                f"{'offsets' if kind == 'offset' else 'target ids'} in the order of lm_head's rows",
+            )
     vocab = resolve_map(
         table,
         draft_vocab_size=config.draft_vocab_size,
         vocab_size=config.vocab_size,
         findings=findings,
-        mask=read("t2d"),
-        kind=options.d2t_kind,
+        mask=mask,
+        kind=kind,
     )
     if not vocab.ascending:
         findings.note(
@@ -250,47 +275,4 @@ def _vocabulary(
             "the vocabulary map is not ascending (a frequency order, as ModelOpt's): kept, it is "
             "the order of lm_head's rows",
         )
-    return vocab
-
-
-def _side_files(folder: Path) -> list[str]:
-    """Files where trainers keep the vocabulary map when it is not in the weights."""
-    names = sorted(entry.name for entry in folder.iterdir())
-    return [name for name in names if SIDE_FILE.search(name)]
-
-
-def _beside_target(
-    draft: SourceDraft, folder: Path | None, target: TargetFacts | None, findings: Findings
-) -> dict[str, Any]:
-    """What the target's files say about the draft's embedding and head."""
-    if target is None or folder is None:
-        return {}
-    facts = {
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "num_hidden_layers": target.num_layers,
-    }
-    beside: dict[str, Any] = {k: v for k, v in facts.items() if v is not None}
-    if not has_weights(folder):
-        return beside
-    try:
-        weights = open_weights(folder)
-    except FileError as error:
-        findings.warn("WEIGHT_TARGET_KEY", f"the target's weights were not looked at: {error}")
-        return beside
-    found = find_target_tensors(weights, target, findings)
-    beside |= {k: v for k, v in (("embed", found.embed), ("head", found.head)) if v}
-    if found.tied and found.embed:
-        beside["head"] = f"tied to {found.embed}"
-    own = draft.matched.sources.get("embed.weight")
-    if own and found.embed and draft.sizes.hidden_size == target.hidden_size:
-        result = compare_rows(draft.source.read(own[0]), weights.read(found.embed))
-        beside["embed_compared"] = result
-        if result["rows_different"]:
-            findings.warn(
-                "WEIGHT_OWNER",
-                f"{own[0]} differs from the target's {found.embed} in {result['rows_different']} "
-                f"of {result['rows']} rows, first row {result['first_different_row']}, max abs "
-                f"{result['max_abs_diff']:.3g}: vLLM keeps the draft's, SGLang takes the target's",
-            )
-    return beside
+    return vocab, file

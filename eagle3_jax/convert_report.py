@@ -1,7 +1,10 @@
 """One page about a conversion, from its manifest alone."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+from eagle3_jax.config import RopeConfig
 
 SIZES = (
     ("hidden_size", "D"),
@@ -11,6 +14,7 @@ SIZES = (
     ("num_heads", "N"),
     ("num_kv_heads", "K"),
     ("head_dim", "H"),
+    ("num_layers", "L"),
     ("vocab_size", "V"),
     ("draft_vocab_size", "W"),
 )
@@ -27,7 +31,11 @@ SWITCHES = (
     "mlp_bias",
     "embed",
     "head",
+    "hidden_norm",
+    "qk_norm",
 )
+LAYER_FIELDS = ("next_layers", "windows", "latent")
+"""Shown where they say something."""
 
 
 def conversion_report(manifest: Mapping[str, Any], out: str) -> str:
@@ -45,6 +53,11 @@ def conversion_report(manifest: Mapping[str, Any], out: str) -> str:
         "",
         "switches",
         *(f"  {name:<20} {_word(config[name]):<12} {origins[name]}" for name in SWITCHES),
+        *(
+            f"  {name:<20} {_plainly(config[name]):<12} {origins[name]}"
+            for name in LAYER_FIELDS
+            if name in origins and config.get(name)
+        ),
         "",
         *_boundaries(manifest),
         "",
@@ -64,6 +77,12 @@ def conversion_report(manifest: Mapping[str, Any], out: str) -> str:
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _plainly(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key} {_word(item)}" for key, item in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _boundaries(manifest: Mapping[str, Any]) -> list[str]:
@@ -97,8 +116,9 @@ def _rope(manifest: Mapping[str, Any]) -> list[str]:
     rope, origins = manifest["rope"], manifest["origins"]
     effective = rope["effective"]
     stated = ", ".join(f"{key} {value}" for key, value in rope["configured"].items()) or "nothing"
-    scaling = {key: effective[key] for key in effective if key not in ("theta", "kind")}
-    numbers = " ".join(f"{key} {value:g}" for key, value in scaling.items())
+    plain = dataclasses.asdict(RopeConfig())
+    scaling = {key: value for key, value in effective.items() if value != plain[key]}
+    numbers = " ".join(f"{k} {v:g}" for k, v in scaling.items() if k not in ("theta", "kind"))
     return [
         f"rope: base {effective['theta']:g} ({origins['rope.theta']}), {effective['kind']} "
         f"({origins['rope.kind']}){', ' + numbers if effective['kind'] != 'default' else ''}",

@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft: one decoder layer that reads the target's states, or its own."""
+"""The EAGLE-3 draft: a decoder layer, seldom more, that reads the target's states, or its own."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from eagle3_jax.attention_mla import make_attention
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import ConfigError, DraftConfig
-from eagle3_jax.layers import MLP, Attention, Buffer, Linear, RMSNorm, Rows, Table, rotations
+from eagle3_jax.layers import MLP, Buffer, Linear, RMSNorm, Rows, Table
 from eagle3_jax.modules import build
 from eagle3_jax.precision import matmul
+from eagle3_jax.rope import rotations
 
 
 @jax.tree_util.register_dataclass
@@ -25,27 +27,48 @@ class Shared:
 
 
 class DraftLayer(nnx.Module):
-    """`a = residual + attention([norm_embed(e); norm_hidden(g)])`; `a + mlp(norm_post(a))`."""
+    """`a = residual + attention(x)`; `a + mlp(norm_post(a))`.
 
-    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs):
+    The first layer reads `x = [norm_embed(e); norm_hidden(g)]`. A later one reads the state alone,
+    under the norm `DraftConfig.next_layers` names, or as the first does (`"wide"`).
+    """
+
+    def __init__(self, config: DraftConfig, index: int = 0, *, rngs: nnx.Rngs):
         self.config = config
-        D = config.hidden_size
-        self.norm_embed = RMSNorm((D,), config.rms_norm_eps)
-        self.norm_hidden = RMSNorm((D,), config.rms_norm_eps)
+        self.index = index
+        D, norms = config.hidden_size, config.layer_norms(index)
+
+        def norm(name: str) -> RMSNorm | None:
+            return nnx.data(RMSNorm((D,), config.rms_norm_eps) if name in norms else None)
+
+        self.norm_embed, self.norm_hidden = norm("norm_embed"), norm("norm_hidden")
         self.norm_post = RMSNorm((D,), config.rms_norm_eps)
-        self.attn = Attention(config.attention, rngs=rngs)
+        self.attn = make_attention(config.attention(index), rngs=rngs)
         self.mlp = MLP(D, config.intermediate_size, bias=config.mlp_bias, rngs=rngs)
 
     def __call__(
         self, embedded: jax.Array, hidden: jax.Array, rotation, rows: Rows, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
         """Embeddings and states [B, T, D] -> states [B, T, D]."""
-        inner = self.norm_embed(hidden) if self.config.double_norm else hidden
-        normed = self.norm_hidden(inner)
-        x = jnp.concatenate((self.norm_embed(embedded), normed), axis=-1)
-        attended, cache = self.attn(x, rotation, rows, cache, 0)
-        a = (normed if self.config.norm_before_residual else hidden) + attended
+        x, residual = self._inputs(embedded, hidden)
+        attended, cache = self.attn(x, rotation, rows, cache, self.index)
+        a = residual + attended
         return a + self.mlp(self.norm_post(a)), cache
+
+    def _inputs(self, embedded: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What attention reads, and what its result is added to."""
+        config = self.config
+        if not config.is_wide(self.index):
+            by_name = {"input_layernorm": self.norm_embed, "hidden_norm": self.norm_hidden}
+            norm = by_name[config.next_layers]
+            assert norm is not None
+            return norm(hidden), hidden
+        assert self.norm_embed is not None
+        normed = self.norm_embed(hidden) if config.double_norm else hidden
+        if self.norm_hidden is not None:
+            normed = self.norm_hidden(normed)
+        x = jnp.concatenate((self.norm_embed(embedded), normed), axis=-1)
+        return x, normed if config.norm_before_residual else hidden
 
 
 class Eagle3Draft(nnx.Module):
@@ -76,7 +99,9 @@ class Eagle3Draft(nnx.Module):
         self.fc = nnx.data(Linear((D, A * E), bias=config.fc_bias, rngs=rngs) if fc else None)
         self.input_norm = nnx.data(RMSNorm((A * E,), eps) if fc and config.norm_before_fc else None)
         self.fc_norm = nnx.data(RMSNorm((A, E), eps) if fc and config.fc_norm else None)
-        self.layers = nnx.List([DraftLayer(config, rngs=rngs)])
+        self.layers = nnx.List(
+            [DraftLayer(config, index, rngs=rngs) for index in range(config.num_layers)]
+        )
         self.norm_final = nnx.data(RMSNorm((D,), eps) if config.final_norm else None)
         W, V = config.draft_vocab_size, config.vocab_size
         self.lm_head = nnx.data(Table((W, D), rngs=rngs) if config.head == "draft" else None)
@@ -117,14 +142,14 @@ class Eagle3Draft(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Of weights and activations."""
-        return self.layers[0].norm_hidden.weight[...].dtype
+        return self.layers[0].norm_post.weight[...].dtype
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for the draft layer."""
+        """An empty cache for all layers."""
         config = self.config
-        return KVCache.zeros(
-            config.num_layers, batch, slots, config.num_kv_heads, config.head_dim, self.dtype
-        )
+        shapes = [config.attention(i).cache_shapes for i in range(config.num_layers)]
+        windowed = any(window is not None for window in config.windows)
+        return KVCache.of(shapes, batch, slots, self.dtype, positions=windowed)
 
     def fuse(self, aux: jax.Array) -> jax.Array:
         """Target states [B, T, A, E], in boundary order -> [B, T, D].
@@ -155,7 +180,7 @@ class Eagle3Draft(nnx.Module):
         *,
         shared: Shared | None = None,
     ) -> tuple[jax.Array, KVCache]:  # [B, T, D]
-        """One pass of the layer: states in, states out, before the final norm.
+        """One pass of the layers: states in, states out, before the final norm.
 
         Raises:
           ConfigError: a state of another width, or `shared` is missing though the draft has no
@@ -168,8 +193,12 @@ class Eagle3Draft(nnx.Module):
             )
         table = self._own_or_shared(self.embed, shared, "embedding")
         embedded = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
-        rotation = rotations(self.config.rope, self.config.head_dim, rows.positions, self.dtype)
-        return self.layers[0](embedded, hidden.astype(self.dtype), rotation, rows, cache)
+        turning = self.config.attention().rotary_dim
+        rotation = rotations(self.config.rope, turning, rows.positions, self.dtype)
+        hidden = hidden.astype(self.dtype)
+        for layer in self.layers:
+            hidden, cache = layer(embedded, hidden, rotation, rows, cache)
+        return hidden, cache
 
     def feedback(self, out: jax.Array) -> jax.Array:
         """What the next `step` takes: `out`, or its final norm (EAGLE-3.1, `norm_output`)."""

@@ -2,20 +2,24 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, Literal
 
 from eagle3_jax.aux_ids import listed_ids
+from eagle3_jax.config import LatentSizes
 from eagle3_jax.dialects import Matched
+from eagle3_jax.draft_layers import read_latent
 from eagle3_jax.findings import ConvertError, Findings
 from eagle3_jax.source_config import Field, SourceConfig, TargetFacts
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 REQUIRED = (
-    "fc.weight",
-    *(f"layers.0.{norm}.weight" for norm in ("norm_embed", "norm_hidden", "norm_post")),
-    *(f"layers.0.attn.{name}.weight" for name in "qkvo"),
+    *(f"layers.0.{norm}.weight" for norm in ("norm_embed", "norm_post")),
+    "layers.0.attn.o.weight",
     *(f"layers.0.mlp.{name}.weight" for name in ("gate", "up", "down")),
 )
+WITH_AUX = ("fc.weight", "layers.0.norm_hidden.weight")
+GROUPED = tuple(f"layers.0.attn.{name}.weight" for name in "qkv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +36,10 @@ class Sizes:
     vocab_size: int
     draft_vocab_size: int
     origins: dict[str, str]
+    fuse: Literal["fc", "none"] = "fc"
+    latent: LatentSizes | None = None
 
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, Any]:
         """Without the origins."""
         return {
             field.name: getattr(self, field.name)
@@ -55,21 +61,12 @@ def read_sizes(
       ConvertError: WEIGHT_MISSING, WEIGHT_SHAPE, CONFIG_HEAD_DIM, CONFIG_SIZE_DISAGREES,
         CONFIG_WRONG_PAIR, CONFIG_MISSING, VOCAB_SIZE_DISAGREES.
     """
-    missing = [matched.spelled(name) for name in REQUIRED if name not in shapes]
-    if missing:
-        raise ConvertError("WEIGHT_MISSING", f"missing: {', '.join(missing)}")
-    for name, shape in shapes.items():
-        dims = 2 if name.endswith("weight") and "norm" not in name else 1
-        if len(shape) != dims or 0 in shape:
-            raise ConvertError(
-                "WEIGHT_SHAPE",
-                f"tensor {matched.spelled(name)!r} has shape {list(shape)}, expected {dims} "
-                "dimensions, none of them 0",
-            )
-    D, fc_in = shapes["fc.weight"]
+    single, latent = _kind(matched, shapes, config)
+    shown = "layers.0.norm_post.weight" if single else "fc.weight"
+    D = shapes[shown][0]
     F = shapes["layers.0.mlp.gate.weight"][0]
     origins = {
-        "hidden_size": f"tensor {matched.spelled('fc.weight')}",
+        "hidden_size": f"tensor {matched.spelled(shown)}",
         "intermediate_size": f"tensor {matched.spelled('layers.0.mlp.gate.weight')}",
     }
     llama4 = config.text(config.layer("model_type")) == "llama4_text"
@@ -85,27 +82,83 @@ def read_sizes(
                 "CONFIG_SIZE_DISAGREES",
                 f"{config.where}: {stated.key} is {stated.value}, but {origins[key]} says {size}",
             )
-    N, K, H = _heads(matched, shapes, config, D, origins)
-    E, A = _states(config, target, fc_in, origins)
-    V = _vocab(matched, shapes, config, target, findings, origins)
-    W = _draft_vocab(matched, shapes, config, V, findings, origins)
-    return Sizes(D, E, A, F, N, K, H, V, W, origins)
-
-
-def _heads(
-    matched: Matched, shapes: Shapes, config: SourceConfig, D: int, origins: dict[str, str]
-) -> tuple[int, int, int]:
-    rows = {name: shapes[f"layers.0.attn.{name}.weight"][0] for name in "qkv"}
     stated = config.layer("num_attention_heads")
     N = config.integer(stated)
     if N is None or stated is None:
         raise ConvertError(
             "CONFIG_MISSING", f"{config.where}: no num_attention_heads, no tensor shows it"
         )
+    origins["num_heads"] = stated.origin
+    sizes = None
+    if latent:
+        sizes, origins["latent"] = read_latent(matched, shapes, config, findings, N)
+        K, H = N, sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+        origins |= {"num_kv_heads": "latent: one key serves all", "head_dim": origins["latent"]}
+    else:
+        K, H = _heads(matched, shapes, config, N, origins)
+    if single:
+        E, A = _single_state(config, target, D, origins)
+    else:
+        E, A = _states(config, target, shapes["fc.weight"][1], origins)
+    V = _vocab(matched, shapes, config, target, findings, origins)
+    W = _draft_vocab(matched, shapes, config, V, findings, origins)
+    fuse = "none" if single else "fc"
+    return Sizes(D, E, A, F, N, K, H, V, W, origins, fuse, sizes)
+
+
+def _kind(matched: Matched, shapes: Shapes, config: SourceConfig) -> tuple[bool, bool]:
+    """Whether it reads one state only, and whether its attention is latent; all needed is there."""
+    aux = config.anywhere("use_aux_hidden_state")
+    single = config.flag(aux) is False
+    latent = "layers.0.attn.kv_a.weight" in shapes
+    required = (*(() if single else WITH_AUX), *REQUIRED, *(() if latent else GROUPED))
+    missing = [matched.spelled(name) for name in required if name not in shapes]
+    if missing:
+        raise ConvertError("WEIGHT_MISSING", f"missing: {', '.join(missing)}")
+    if single and "fc.weight" in shapes:
+        assert aux is not None
+        raise ConvertError(
+            "ARCH_SINGLE_STATE",
+            f"{config.where}: {aux.key} is false, but the file has {matched.spelled('fc.weight')}",
+        )
+    for name, shape in shapes.items():
+        dims = 2 if name.endswith("weight") and "norm" not in name else 1
+        if len(shape) != dims or 0 in shape:
+            raise ConvertError(
+                "WEIGHT_SHAPE",
+                f"tensor {matched.spelled(name)!r} has shape {list(shape)}, expected {dims} "
+                "dimensions, none of them 0",
+            )
+    return single, latent
+
+
+def _single_state(
+    config: SourceConfig, target: TargetFacts | None, D: int, origins: dict[str, str]
+) -> tuple[int, int]:
+    """A draft without aux states: the target's last normed state, as wide as the draft."""
+    width = config.anywhere("target_hidden_size")
+    for E, where in (
+        (config.integer(width), f"{config.where} says target_hidden_size"),
+        (target.hidden_size if target else None, f"{target.where if target else ''} has width"),
+    ):
+        if E not in (None, D):
+            raise ConvertError(
+                "CONFIG_WRONG_PAIR",
+                f"a draft without fc takes states of its own width {D}, but {where} {E}",
+            )
+    stated = config.anywhere("use_aux_hidden_state")
+    assert stated is not None
+    origins |= {"num_aux": stated.origin, "target_hidden_size": origins["hidden_size"]}
+    return D, 1
+
+
+def _heads(
+    matched: Matched, shapes: Shapes, config: SourceConfig, N: int, origins: dict[str, str]
+) -> tuple[int, int]:
+    rows = {name: shapes[f"layers.0.attn.{name}.weight"][0] for name in "qkv"}
     kv, dim = config.layer("num_key_value_heads"), config.layer("head_dim")
     K = config.integer(kv) or N
     H = config.integer(dim) or rows["q"] // N
-    origins["num_heads"] = stated.origin
     origins["num_kv_heads"] = kv.origin if kv else "default: num_attention_heads"
     origins["head_dim"] = dim.origin if dim else "inferred: q rows / num_attention_heads"
     for name, heads in (("q", N), ("k", K), ("v", K)):
@@ -122,7 +175,7 @@ def _heads(
             f"{config.where}: {N} query heads, {K} key/value heads of {H}: expected whole groups "
             "and an even head_dim",
         )
-    return N, K, H
+    return K, H
 
 
 def _states(

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from eagle3_jax.dialects import Dialect, Matched
+from eagle3_jax.draft_layers import NextNorm
 from eagle3_jax.findings import ConvertError, Findings
 from eagle3_jax.source_config import Field, SourceConfig
 
@@ -27,6 +28,7 @@ class Flags:
     final_norm: bool | None = None
     double_norm: bool | None = None
     embed: Literal["auto", "draft", "target"] = "auto"
+    next_norm: NextNorm | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ def read_switches(
     _state_norms(reader)
     _feedback(reader, flags)
     _final_norm(reader, flags)
+    _attention_norms(reader)
     _biases(reader)
     _embed(reader, flags)
     return Switches(reader.fields, reader.origins, reader.dropped)
@@ -119,6 +122,23 @@ def _double(reader: _Reader, flags: Flags):
                 "eagle_config looks like ModelOpt's: ModelOpt 0.41 and 0.42 trained such drafts "
                 "with hidden_norm(input_layernorm(state)); --double-norm true runs that",
             )
+
+
+def _attention_norms(reader: _Reader):
+    """`hidden_norm` of the first layer, and q/k norms: the tensors show them."""
+    name = "layers.0.norm_hidden.weight"
+    present = reader.has(name)
+    reader.put("hidden_norm", present, reader.tensor(name) + ("" if present else " absent"))
+    norms = ["layers.0.attn.q_norm.weight", "layers.0.attn.k_norm.weight"]
+    found = [name for name in norms if reader.has(name)]
+    if len(found) == 1:
+        lost = next(name for name in norms if name not in found)
+        raise ConvertError(
+            "WEIGHT_MISSING",
+            f"missing: {reader.matched.spelled(lost)}, though {reader.matched.spelled(found[0])} "
+            "is there",
+        )
+    reader.put("qk_norm", bool(found), reader.tensor(norms[0]) + ("" if found else " absent"))
 
 
 def _state_norms(reader: _Reader):

@@ -111,6 +111,7 @@ def rounds(
     draft_attention: DraftAttention | None = None,
     stop_token_ids: Sequence[int] | None = None,
     tensors: bool = False,
+    follow: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Round]:
     """The same generation driven round by round: yields each `Round` as it ends.
 
@@ -127,11 +128,15 @@ def rounds(
         [rows], `extend_hidden` [rows, D], `extend_logits` [W]. Round 0 also has the prefill's as
         `prefill.fused`, `prefill.target_aux`, `prefill.target_logits`, `prefill.extend_tokens`,
         `prefill.extend_logits`.
+      follow: output tokens, one list a prompt: they count as the target's choice as far as they go,
+        whatever it would have chosen (`Round.margins` is below 0 where it would not have).
       The rest as for `speculate`.
     """
     run = _Run(
         target, draft, prompts, max_new_tokens, tree, draft_attention, stop_token_ids, True, tensors
     )
+    if follow is not None:
+        run.follow(follow)
     return run.stream()
 
 
@@ -189,6 +194,24 @@ class _Run:
             jnp.asarray(max_new_tokens, jnp.int32),
             jnp.asarray(_padded_stop_ids(self.stop_ids), jnp.int32),
         )
+
+    def follow(self, outputs: Sequence[Sequence[int]]):
+        """Takes the target's choices from these tokens as far as they go.
+
+        Raises:
+          ConfigError: not one list a prompt, or an id outside the vocabulary.
+        """
+        if len(outputs) != len(self.prompts):
+            raise ConfigError(f"{len(outputs)} texts to follow for {len(self.prompts)} prompts")
+        forced = np.full((len(self.prompts), self.slots), -1, np.int32)
+        size = self.target.config.vocab_size
+        for row, prompt, given in zip(forced, self.prompts, outputs, strict=True):
+            wrong = next((t for t in given if not 0 <= t < size), None)
+            if wrong is not None:
+                raise ConfigError(f"id {wrong} of a text to follow is outside 0..{size - 1}")
+            part = np.asarray(given, np.int32)[: len(row) - len(prompt)]
+            row[len(prompt) : len(prompt) + len(part)] = part
+        self.limits = dataclasses.replace(self.limits, forced=jnp.asarray(forced))
 
     def _check_fits(self, longest: int):
         config = self.target.config

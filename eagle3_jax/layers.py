@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from eagle3_jax.attention_config import AttentionConfig
 from eagle3_jax.cache import KVCache
-from eagle3_jax.config import AttentionConfig, RopeConfig
-from eagle3_jax.ops.attention import attend, attend_causal
+from eagle3_jax.ops.attention import Window, attend, attend_causal
 from eagle3_jax.precision import accum_dtype, matmul
+from eagle3_jax.rope import rotate
 
 
 class Buffer(nnx.Variable):
@@ -136,39 +137,6 @@ def _row(weight: jax.Array, ndim: int) -> jax.Array:
     return weight.reshape((1,) * (ndim - weight.ndim) + weight.shape)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """[head_dim / 2] float64 rotary frequencies.
-
-    llama3: wavelengths longer than original/low_freq_factor are slowed by `factor`, shorter than
-    original/high_freq_factor kept, those between interpolated (transformers
-    `_compute_llama3_parameters`).
-    """
-    frequency = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.kind == "default":
-        return frequency
-    turns = rope.original_max_position_embeddings * frequency / (2 * np.pi)
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = np.clip(blend, 0.0, 1.0)
-    return frequency * (blend + (1.0 - blend) / rope.factor)
-
-
-def rotations(
-    rope: RopeConfig, head_dim: int, positions: jax.Array, dtype
-) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, 1, H/2] in the accumulation dtype of `dtype`, for all heads."""
-    accum = jnp.dtype(accum_dtype(dtype))
-    frequency = jnp.asarray(inverse_frequencies(rope, head_dim), accum)
-    angles = positions.astype(accum)[:, :, None, None] * frequency[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the two halves of each head of x [B, T, heads, H] against each other."""
-    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return turned.astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention; the input may be wider than the output (2D -> D in a draft)."""
 
@@ -180,6 +148,9 @@ class Attention(nnx.Module):
             (query + 2 * key, config.input_size), bias=config.qkv_bias, parts=parts, rngs=rngs
         )
         self.o = Linear((config.output_size, query), bias=config.output_bias, rngs=rngs)
+        norms = config.qk_norm
+        self.q_norm = nnx.data(RMSNorm((config.head_dim,), config.norm_eps) if norms else None)
+        self.k_norm = nnx.data(RMSNorm((config.head_dim,), config.norm_eps) if norms else None)
 
     def __call__(
         self,
@@ -193,16 +164,41 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         N, K, H = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         qk, v = jnp.split(self.qkv(x).reshape(B, T, N + 2 * K, H), [N + K], axis=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = jnp.split(qk, [N], axis=2)
+            qk = jnp.concatenate((self.q_norm(q), self.k_norm(k)), axis=2)
         q, k = jnp.split(rotate(qk, *rotation), [N], axis=2)
-        cache = cache.write(layer, k, v, rows.start)
-        scale = H**-0.5
-        if rows.ancestors is None:
-            out = attend_causal(q, k, v, scale=scale)
-        else:
-            out = attend(
-                q, cache.k[layer], cache.v[layer], rows.lengths, rows.ancestors, scale=scale
-            )
+        cache = cache.write(layer, k, v, rows.start, rows.positions)
+        out = attend_rows(q, (k, v), cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
+
+
+def attend_rows(
+    q: jax.Array,  # [B, T, N, H]
+    new: tuple[jax.Array, jax.Array],  # keys and values of these rows, as the cache has them
+    cache: KVCache,
+    layer: int,
+    rows: Rows,
+    scale: float,
+    window: int | None,
+    width: int | None = None,
+) -> jax.Array:  # [B, T, N, width]
+    """Attention of rows that are in the cache already: over themselves in a prefill, else over it.
+
+    `width`: values are the first elements of the keys, as many as this.
+    """
+    prefill = rows.ancestors is None
+    k, v = new if prefill else (cache.k[layer], cache.v[layer])
+    if width is not None:
+        v = k[..., :width]
+    if prefill:
+        return attend_causal(q, k, v, scale=scale, window=window)
+    near = None
+    if window is not None:
+        assert cache.positions is not None
+        near = Window(window, rows.positions, cache.positions)
+    assert rows.ancestors is not None
+    return attend(q, k, v, rows.lengths, rows.ancestors, scale=scale, window=near)
 
 
 class MLP(nnx.Module):

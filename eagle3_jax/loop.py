@@ -48,7 +48,7 @@ def start(
     states, aux, cache = target.states(prompts, rows, cache, program.boundaries)
     last = (lengths - 1)[:, None, None]
     logits = target.logits(jnp.take_along_axis(states, last, axis=1)[:, 0])
-    bonus = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    bonus = _choose(logits[:, None], lengths[:, None] - 1, limits)[:, 0]
     tensors = {"target_aux": aux, "target_logits": logits}
 
     draft_cache, seed = None, None
@@ -107,7 +107,7 @@ def round_(
         tree.tokens, rows, state.target_cache, program.boundaries
     )
     logits = target.logits(states)
-    predicted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    predicted = _choose(logits, positions, limits)
     path, num_correct = verify.greedy(tree, predicted, program.rows - 1)
     if program.tree is not None and program.tree.topk > 1:
         target_cache = target_cache.keep(path, state.length)
@@ -241,10 +241,20 @@ def _cut(
     return kept, kept == first_stop + 1
 
 
+def _choose(logits: jax.Array, positions: jax.Array, limits: Limits) -> jax.Array:
+    """The target's token after rows at positions [B, T]: the text's where one is given."""
+    predicted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if limits.forced is None:
+        return predicted
+    given = jnp.take_along_axis(limits.forced, positions + 1, axis=1, mode="clip")
+    return jnp.where(given >= 0, given, predicted)
+
+
 def _margins(logits: jax.Array, predicted: jax.Array) -> jax.Array:
-    best = jnp.max(logits, axis=-1)
+    """The chosen logit minus the best of the others; below 0 where a text chose another."""
     taken = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] == predicted[:, :, None]
-    return (best - jnp.max(jnp.where(taken, -jnp.inf, logits), axis=-1)).astype(jnp.float32)
+    chosen = jnp.max(jnp.where(taken, logits, -jnp.inf), axis=-1)
+    return (chosen - jnp.max(jnp.where(taken, -jnp.inf, logits), axis=-1)).astype(jnp.float32)
 
 
 def finish(program: Program, weights: Weights, state: LoopState, limits: Limits) -> LoopState:

@@ -9,6 +9,7 @@ from typing import Any
 from eagle3_jax.aux_ids import AuxChoice
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.dialects import Dialect, Matched
+from eagle3_jax.draft_layers import Layers
 from eagle3_jax.draft_sizes import Sizes
 from eagle3_jax.draft_switches import Switches
 from eagle3_jax.files.shards import TensorSource, sha256_file
@@ -18,7 +19,7 @@ from eagle3_jax.source_config import SourceConfig
 from eagle3_jax.version import installed
 from eagle3_jax.vocab import VocabMap, to_offsets
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class SourceDraft:
     matched: Matched
     dialect: Dialect
     sizes: Sizes
+    layers: Layers
     switches: Switches
     aux: AuxChoice
     rope: RopeChoice
@@ -42,14 +44,20 @@ def conversion_manifest(
     vocab: VocabMap,
     records: dict[str, dict[str, Any]],
     findings: Findings,
+    map_file: Path | None = None,
 ) -> dict[str, Any]:
-    """The manifest of a converted draft; `records` describes its stored tensors."""
+    """The manifest of a converted draft.
+
+    `records` describes its stored tensors; `map_file` is where its vocabulary map came from when
+    the weights have none.
+    """
     source, files = draft.source, (draft.config_file, *draft.source.files)
+    files = (*files, map_file) if map_file else files
     return {
         "format": FORMAT,
         "config": config_json(config),
         "dialect": draft.dialect.name,
-        "origins": _origins(draft, config, vocab),
+        "origins": _origins(draft, config, vocab, map_file),
         "tensors": records,
         "ignored": _ignored(draft, vocab),
         "findings": [dataclasses.asdict(item) for item in findings.items],
@@ -57,7 +65,7 @@ def conversion_manifest(
         "d2t": _vocab_json(vocab, config),
         "rope": {
             "configured": _finite(_without_nulls(draft.rope.configured)),
-            "effective": dataclasses.asdict(draft.rope.effective),
+            "effective": _without_nulls(dataclasses.asdict(draft.rope.effective)),
         },
         "sources": {file.name: sha256_file(file) for file in files},
         "source_config": _finite(draft.config.raw),
@@ -69,10 +77,11 @@ def conversion_manifest(
 
 
 def config_json(config: DraftConfig) -> dict[str, Any]:
-    """`DraftConfig` as JSON values."""
-    fields = dataclasses.asdict(config)
+    """`DraftConfig` as JSON values: absent parts are left out, a layer without a window has 0."""
+    fields = _without_nulls(dataclasses.asdict(config))
     if not isinstance(config.aux_boundaries, str):
         fields["aux_boundaries"] = list(config.aux_boundaries)
+    fields["windows"] = [window or 0 for window in config.windows]
     return fields
 
 
@@ -82,16 +91,18 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def _origins(draft: SourceDraft, config: DraftConfig, vocab: VocabMap) -> dict[str, str]:
+def _origins(
+    draft: SourceDraft, config: DraftConfig, vocab: VocabMap, map_file: Path | None
+) -> dict[str, str]:
     eps = draft.config.layer("rms_norm_eps")
     origins = {
         **draft.sizes.origins,
+        **draft.layers.origins,
         **draft.switches.origins,
         "rms_norm_eps": eps.origin if eps else "default: 1e-6, transformers' LlamaConfig",
         "rope.theta": draft.rope.theta_origin,
         "rope.kind": draft.rope.kind_origin,
         "aux_boundaries": draft.aux.origin,
-        "num_layers": "tensors",
     }
     for canonical in config.tensor_shapes():
         names = draft.matched.sources.get(canonical)
@@ -107,6 +118,8 @@ def _origins(draft: SourceDraft, config: DraftConfig, vocab: VocabMap) -> dict[s
     table = draft.matched.sources.get("d2t")
     identity = "default: the identity, the file has no d2t"
     origins["draft_to_target"] = f"tensor {table[0]} as {vocab.kind}" if table else identity
+    if map_file is not None:
+        origins["draft_to_target"] = f"file {map_file.name} as {vocab.kind}"
     return origins
 
 

@@ -56,8 +56,7 @@ def need(
     """
     models = [(target, target_itemsize)] + ([(draft, draft_itemsize)] if draft else [])
     caches = sum(
-        2 * c.num_layers * shape.batch * shape.slots * c.num_kv_heads * c.head_dim * size
-        for c, size in models
+        c.num_layers * shape.batch * shape.slots * c.cache_width * size for c, size in models
     )
     prefill = max(
         4 * 4 * shape.batch * c.num_heads * shape.prompt**2

@@ -5,15 +5,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3_jax.config import ConfigError, RopeConfig
-from eagle3_jax.findings import ConvertError
+from eagle3_jax.findings import ConvertError, Findings
 from eagle3_jax.source_config import Field, SourceConfig, shorten
 
-LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+LENGTH = "original_max_position_embeddings"
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", LENGTH)
+YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), (LENGTH,)),
+    "llama3": (LLAMA3_KEYS, ()),
+    "yarn": (("factor",), (LENGTH, *YARN_NUMBERS, "truncate", "finetuned")),
+}
+"""Keys a kind needs, and keys it may have besides; `finetuned` changes no number."""
+
+MROPE_KEYS = ("mrope_section", "mrope_interleaved", "mrope_interleaved_glm", "interleaved")
 PARTIAL = "partial_rotary_factor"
 KIND_KEYS = ("rope_type", "type")
 HINT = "--ignore-rope-scaling runs the draft without scaling"
@@ -35,12 +42,17 @@ class RopeChoice:
 
 
 def read_rope(
-    config: SourceConfig, *, theta: float | None = None, ignore_scaling: bool = False
+    config: SourceConfig,
+    findings: Findings | None = None,
+    *,
+    theta: float | None = None,
+    ignore_scaling: bool = False,
 ) -> RopeChoice:
     """RoPE from `rope_parameters`, `rope_scaling` and `rope_theta` (top level or nested).
 
     A missing base is 10000, the default of every trainer read. `theta` and `ignore_scaling` are the
-    user's overrides.
+    user's overrides. Multi-axis rope (mrope, vision) is plain rope for text, where all three
+    positions of a token are equal: a finding says so.
 
     Raises:
       ConvertError: POS_THETA_NESTED when the places disagree on the base; POS_SCALING_UNSUPPORTED
@@ -77,7 +89,7 @@ def read_rope(
     effective, kind_origin = RopeConfig(base), "default"
     seen: list[tuple[str, RopeConfig]] = []
     for field in tables:
-        effective, kind_origin = _scaled(config, field, base), field.origin
+        effective, kind_origin = _scaled(config, field, base, findings), field.origin
         seen.append((field.key, effective))
     scaled = [item for item in seen if item[1].kind != "default"]
     if scaled and len({rope for _, rope in seen}) > 1:
@@ -112,8 +124,10 @@ def _inside(table: Field, key: str) -> Field | None:
     return None if value is None else Field(value, f"{table.key}.{key}")
 
 
-def _scaled(config: SourceConfig, field: Field, base: float) -> RopeConfig:
-    table: Mapping[str, Any] = {k: v for k, v in field.value.items() if v is not None}
+def _scaled(
+    config: SourceConfig, field: Field, base: float, findings: Findings | None
+) -> RopeConfig:
+    table: dict[str, Any] = {k: v for k, v in field.value.items() if v is not None}
     kinds = {key: table[key] for key in KIND_KEYS if key in table}
     if len(set(map(repr, kinds.values()))) > 1:
         raise ConvertError(
@@ -122,16 +136,18 @@ def _scaled(config: SourceConfig, field: Field, base: float) -> RopeConfig:
             f"{kinds['type']!r}; {HINT}",
         )
     kind = next(iter(kinds.values()), "default")
-    if kind not in ("default", "llama3"):
+    if kind == "mrope" or "mrope_section" in table:
+        kind = _mrope(config, field, table, kind, findings)
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConvertError(
             "POS_SCALING_UNSUPPORTED",
-            f"{config.where}: {field.key} asks for {shorten(kind)} rope, supported are default and "
-            f"llama3; {HINT}",
+            f"{config.where}: {field.key} asks for {shorten(kind)} rope, supported are "
+            f"{', '.join(KINDS)} and mrope; {HINT}",
         )
-    expected = LLAMA3_KEYS if kind == "llama3" else ()
-    known = {*expected, *KIND_KEYS, "rope_theta", PARTIAL}
+    needed, optional = KINDS[kind]
+    known = {*needed, *optional, *KIND_KEYS, "rope_theta", PARTIAL}
     unknown = sorted(table.keys() - known)
-    missing = [key for key in expected if key not in table]
+    missing = [key for key in needed if key not in table]
     if unknown or missing:
         what = f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]!r}"
         raise ConvertError(
@@ -140,10 +156,62 @@ def _scaled(config: SourceConfig, field: Field, base: float) -> RopeConfig:
         )
     if kind == "default":
         return RopeConfig(base)
-    values = {key: Field(table[key], f"{field.key}.{key}") for key in expected}
-    length = config.integer(values.pop("original_max_position_embeddings"))
-    factors = {key: config.number(value) or 0.0 for key, value in values.items()}
+    return _with_numbers(config, field, table, kind, base)
+
+
+def _with_numbers(
+    config: SourceConfig, field: Field, table: Mapping[str, Any], kind: str, base: float
+) -> RopeConfig:
+    values = {key: Field(value, f"{field.key}.{key}") for key, value in table.items()}
+    fields: dict[str, Any] = {"factor": config.number(values.get("factor"))}
+    if kind == "llama3":
+        fields |= {key: config.number(values[key]) for key in LLAMA3_KEYS if key != LENGTH}
+    if kind == "yarn":
+        given = {key: config.number(values.get(key)) for key in YARN_NUMBERS}
+        fields |= {key: value for key, value in given.items() if value is not None}
+        if (truncate := config.flag(values.get("truncate"))) is not None:
+            fields["truncate"] = truncate
+    if kind != "linear":
+        length = config.integer(values.get(LENGTH))
+        if length is None:
+            length = config.integer(config.layer("max_position_embeddings"))
+        if length is None:
+            raise ConvertError(
+                "POS_SCALING_UNSUPPORTED",
+                f"{config.where}: {field.key} of kind {kind} has no {LENGTH!r}, and there is no "
+                f"max_position_embeddings; {HINT}",
+            )
+        fields[LENGTH] = length
     try:
-        return RopeConfig(base, "llama3", **factors, original_max_position_embeddings=length or 0)
+        return RopeConfig(base, kind, **fields)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConvertError("CONFIG_INVALID", f"{config.where}: {field.key}: {error}") from None
+
+
+def _mrope(
+    config: SourceConfig,
+    field: Field,
+    table: dict[str, Any],
+    kind: Any,
+    findings: Findings | None,
+) -> Any:
+    """The kind under a multi-axis rope; its keys leave `table`."""
+    sections = table.get("mrope_section")
+    valid = isinstance(sections, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sections
+    )
+    if not valid or not sections:
+        raise ConvertError(
+            "FEATURE_MROPE",
+            f"{config.where}: {field.key} asks for mrope, but mrope_section is "
+            f"{shorten(sections)}, expected a list of sizes",
+        )
+    for key in MROPE_KEYS:
+        table.pop(key, None)
+    if findings is not None and not any(f.code == "FEATURE_MROPE" for f in findings.items):
+        findings.warn(
+            "FEATURE_MROPE",
+            f"{field.key}: multi-axis rope with sections {sections}: run as plain rope, which is "
+            "the same for text; drafting over images is not supported",
+        )
+    return "default" if kind == "mrope" else kind

@@ -130,6 +130,24 @@ class SourceConfig:
             f"{self.where}: {field.key} is {shorten(field.value)}, expected {expected}",
         )
 
+    def weight_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale, as the draft's own `quantization_config` says."""
+        table = self._table(self.raw, "quantization_config", "") or {}
+        found = [table.get("weight_block_size")]
+        groups = table.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            found.append(weights.get("block_structure") if isinstance(weights, dict) else None)
+        for value in filter(None, found):
+            field = Field(value, "quantization_config's block size")
+            if not isinstance(value, list) or len(value) != 2:
+                raise self.wrong(field, "two integers")
+            rows, columns = (self.integer(Field(n, field.key)) for n in value)
+            assert rows is not None
+            assert columns is not None
+            return rows, columns
+        return None
+
     @property
     def architectures(self) -> tuple[str, ...]:
         """Class names the file claims; never enough to decide a dialect."""

@@ -40,10 +40,11 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When a sequence ends."""
+    """When a sequence ends, and which tokens are not the target's to choose."""
 
     max_new_tokens: jax.Array  # [] int32
     stop_ids: jax.Array  # [n] int32, -1 where unused
+    forced: jax.Array | None = None  # [B, slots] int32 by position, -1 where the target chooses
 
 
 @jax.tree_util.register_dataclass

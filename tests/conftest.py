@@ -66,6 +66,26 @@ def sglang_models() -> Path:
 
 
 @pytest.fixture(scope="session")
+def variant_folder(sglang_models, tmp_path_factory):
+    """A tiny draft by name; some keep their config.json only and have the plain draft's weights."""
+    import shutil
+
+    made = tmp_path_factory.mktemp("variants")
+
+    def folder(name: str) -> Path:
+        source = sglang_models / name
+        if (source / "model.safetensors").exists():
+            return source
+        whole = made / name
+        if not whole.exists():
+            shutil.copytree(source, whole)
+            shutil.copy(sglang_models / "draft/model.safetensors", whole)
+        return whole
+
+    return folder
+
+
+@pytest.fixture(scope="session")
 def converted(tmp_path_factory):
     """`converted(draft folder, *flags)` runs the converter's command once per argument list."""
     from convert import from_torch

@@ -28,10 +28,16 @@ VARIANTS = (
     "nolmhead_null",
     "norm_before_fc",
     "norm_before_residual",
+    "norm_output",
     "novocabmap",
     "own_embed",
+    "rope_llama3",
+    "two_layers",
 )
-OTHER_DRAFTS = ("nolmhead", "norm_output", "rope_llama3")
+OTHER_CONFIGS = ("rope_dynamic", "rope_yarn", "window")
+"""Variants that have the plain draft's weights: their config.json alone is kept."""
+
+OTHER_DRAFTS = ("nolmhead",)
 
 
 def events_of(path: Path) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
@@ -235,6 +241,10 @@ def make_sglang(raw: Path, out: Path):
         (out / "models" / model).mkdir(parents=True, exist_ok=True)
         for file in ("config.json", "model.safetensors"):
             shutil.copyfile(raw / "models" / model / file, out / "models" / model / file)
+    for name in OTHER_CONFIGS:
+        (out / "models" / f"draft_{name}").mkdir(exist_ok=True)
+        config = Path("models") / f"draft_{name}" / "config.json"
+        shutil.copyfile(raw / config, out / config)
     for suffix in (".npz", ".json"):
         (out / "unit").mkdir(exist_ok=True)
         shutil.copyfile(raw / f"unit/tree_cases{suffix}", out / f"unit/tree_cases{suffix}")
@@ -246,7 +256,7 @@ def make_sglang(raw: Path, out: Path):
         write_json(out / f"traces/{case}.json", answers(raw / f"engine/{case}.json"))
     plain = answers(raw / "engine/nospec.json")
     write_json(out / "traces/nospec.json", plain)
-    for name in VARIANTS:
+    for name in (*VARIANTS, *OTHER_CONFIGS):
         arrays = slim_run(raw / "variants", f"var_{name}", "single0", "var")
         write_arrays(out / f"variants/{name}.npz", arrays)
         write_json(out / f"variants/{name}.json", answers(raw / f"variants/var_{name}.json"))

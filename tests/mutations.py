@@ -42,6 +42,17 @@ def flip(*biased: str, **fields: Any) -> Callable[[Eagle3Draft], Eagle3Draft]:
     return change
 
 
+def without_hidden_norm(draft: Eagle3Draft) -> Eagle3Draft:
+    return rebuilt(draft, hidden_norm=False)
+
+
+def with_qk_norm(draft: Eagle3Draft) -> Eagle3Draft:
+    """Norms whose weights are one."""
+    ones = np.ones(draft.config.head_dim, np.float32)
+    new = {f"layers.0.attn.{n}_norm.weight": ones for n in "qk"}
+    return rebuilt(draft, new, qk_norm=True)
+
+
 def own_embedding(draft: Eagle3Draft) -> Eagle3Draft:
     c = draft.config
     table = np.random.default_rng(0).standard_normal((c.vocab_size, c.hidden_size))

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eagle3_jax.ops.attention import attend, attend_causal
+from eagle3_jax.ops.attention import Window, attend, attend_causal
 
 attend = jax.jit(attend, static_argnames="scale")
 attend_causal = jax.jit(attend_causal, static_argnames="scale")
@@ -126,3 +126,41 @@ def test_a_row_that_sees_nothing_is_the_mean():
     found = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), zero, bits, scale=0.5)
     np.testing.assert_allclose(found[0, 0], v[0].mean(0), rtol=0, atol=1e-6)
     np.testing.assert_allclose(found[0, 1], v[0, 0], rtol=0, atol=1e-6)
+
+
+def test_a_window_counts_positions_and_values_have_their_own_width():
+    """Three nodes a level side by side in slots: positions repeat, slots do not."""
+    rng = np.random.default_rng(2)
+    B, T, S, K, G, H, wide, size = 2, 6, 20, 2, 2, 4, 3, 5
+    q, k, _ = draw(rng, "float32", B, T, S, K, G, H)
+    v = rng.normal(size=(B, S, K, wide)).astype(np.float32)
+    lengths = np.array([7, 12])
+    positions = np.array([[n, n, n, n + 1, n + 1, n + 1] for n in lengths])
+    at = np.tile(np.arange(S), (B, 1))
+    sees = np.zeros((B, T, S), bool)
+    for b, n in enumerate(lengths):
+        at[b, n : n + T] = positions[b]
+        for t in range(T):
+            for s in range(n + t + 1):
+                parents = s < n or s == n + t or (t >= 3 and s == n + t - 3)
+                sees[b, t, s] = parents and positions[b, t] - at[b, s] < size
+    bits = jnp.asarray([[[1], [2], [4], [9], [18], [36]]] * B, jnp.uint32)
+    window = Window(size, jnp.asarray(positions), jnp.asarray(at))
+    plain = attend.__wrapped__
+    found = plain(
+        *map(jnp.asarray, (q, k, v)), jnp.asarray(lengths), bits, scale=0.7, window=window
+    )
+    assert found.shape == (B, T, K * G, wide)
+    expected = np.zeros(found.shape)
+    for b, t, n in np.ndindex(B, T, K * G):
+        slots = np.flatnonzero(sees[b, t])
+        weights = np.exp(0.7 * (k[b, slots, n // G] @ q[b, t, n]).astype(np.float64))
+        expected[b, t, n] = weights / weights.sum() @ v[b, slots, n // G]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    rows = [jnp.asarray(x) for x in (q, k[:, :T], v[:, :T])]
+    causal = attend_causal.__wrapped__(*rows, scale=0.7, window=2)
+    for b, t, n in np.ndindex(B, T, K * G):
+        slots = np.arange(max(0, t - 1), t + 1)
+        weights = np.exp(0.7 * (k[b, slots, n // G] @ q[b, t, n]).astype(np.float64))
+        mixed = weights / weights.sum() @ v[b, slots, n // G]
+        np.testing.assert_allclose(causal[b, t, n], mixed, atol=1e-5)

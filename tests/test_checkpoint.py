@@ -148,8 +148,8 @@ def edit(folder: Path, change) -> Path:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda m: m.update(format=2), "format 2, this version reads up to 1: upgrade"),
-        (lambda m: m.update(format="1"), "format is '1', expected 1"),
+        (lambda m: m.update(format=3), "format 3, this version reads up to 2: upgrade"),
+        (lambda m: m.update(format="1"), "format is '1', expected 2"),
         (lambda m: m.pop("format"), "format is None"),
         (lambda m: m.pop("config"), "config is not an object"),
         (lambda m: m.update(tensors=[]), "tensors is not an object"),
@@ -161,6 +161,12 @@ def edit(folder: Path, change) -> Path:
         (lambda m: m["config"].update(hidden_size="8"), "config is damaged: .*hidden_size"),
         (lambda m: m["config"].update(fc_norm=1), "fc_norm is 1, expected true or false"),
         (lambda m: m["config"].update(aux_boundaries="all"), "config is damaged: .*'all'"),
+        (lambda m: m["config"].update(windows=3), "config is damaged"),
+        (lambda m: m["config"].update(windows=["4"]), "config is damaged: .*window"),
+        (lambda m: m["config"].update(latent=3), "config is damaged"),
+        (lambda m: m["config"].update(latent={"kv_lora_rank": 4}), "config is damaged"),
+        (lambda m: m["config"].update(next_layers="last"), "config is damaged: next_layers"),
+        (lambda m: m["config"].update(num_layers=0), "config is damaged: .*num_layers"),
         (lambda m: m["config"].update(fc_bias=True), "has no tensor 'fc.bias'"),
         (
             lambda m: m["tensors"]["fc.weight"].update(sha256="00"),
@@ -246,3 +252,16 @@ def test_the_folder_has_the_usual_permissions(tmp_path):
     finally:
         os.umask(old)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+
+
+def test_a_draft_of_format_1_is_read(draft):
+    """It has no fields about layers, windows and latent attention."""
+    later = ("num_layers", "hidden_norm", "next_layers", "next_spare_norm", "qk_norm", "windows")
+
+    def older(manifest):
+        manifest["format"] = 1
+        for name in later[1:]:
+            del manifest["config"][name]
+
+    before = load_draft(draft).config
+    assert load_draft(edit(draft, older)).config == before

@@ -55,7 +55,7 @@ def test_the_manifest_says_what_was_read(command, tmp_path):
     assert manifest["origins"]["embed"] == "target: no embed_tokens.weight in the file"
     assert manifest["origins"]["hidden_size"] == "tensor fc.weight"
     assert manifest["dialect"] == "official"
-    assert manifest["format"] == 1
+    assert manifest["format"] == 2
     ids = toy.target_ids()
     assert manifest["d2t"] == {
         "kind": "offset",

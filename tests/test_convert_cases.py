@@ -1,5 +1,7 @@
 """Reported faults in names, vocabulary and ownership, each as a small draft."""
 
+import json
+
 import numpy as np
 import pytest
 import toy_drafts as toy
@@ -37,14 +39,56 @@ def test_a_reduced_vocabulary_without_a_map(command, tmp_path):
     assert command.stored()["draft_to_target"].tolist() == list(range(64))
 
 
-def test_a_map_in_a_side_file_is_named(command, tmp_path):
+def unsorted_ids() -> np.ndarray:
+    return np.random.default_rng(4).permutation(toy.target_ids())
+
+
+@pytest.mark.parametrize("form", ["npy", "npz", "json", "offsets", "speculators"])
+def test_a_map_in_a_side_file_is_used_in_its_order(command, tmp_path, form):
     folder = toy.write(tmp_path / "draft", without("d2t", "t2d"))
-    (folder / "vocab_mapping.pt").write_bytes(b"")
-    command.refused("VOCAB_MAP_SIDE_FILE", "vocab_mapping.pt", folder)
-    np.save(folder / "selected_token_ids.npy", toy.target_ids())
-    command.refused("VOCAB_MAP_SIDE_FILE", "selected_token_ids.npy", folder)
-    allowed = command.converted(folder, "--allow", "VOCAB_MAP_MISSING")
-    assert codes(allowed) == ["VOCAB_MAP_MISSING"]
+    ids = unsorted_ids()
+    offsets = ids - np.arange(64)
+    mask = np.isin(np.arange(toy.V), ids)
+    if form == "npy":
+        np.save(folder / "selected_token_ids.npy", ids)
+    elif form == "npz":
+        np.savez(folder / "token_map.npz", hot_token_ids=ids, counts=np.arange(64))
+    elif form == "json":
+        (folder / "token_map.json").write_text(json.dumps({"selected_token_ids": ids.tolist()}))
+    else:
+        np.save(folder / "d2t.npy", offsets)
+        if form == "speculators":
+            np.save(folder / "t2d.npy", mask)
+    manifest = command.converted(folder)
+    assert command.stored()["draft_to_target"].tolist() == ids.tolist()
+    assert codes(manifest) == ["VOCAB_MAP_SIDE_FILE", "VOCAB_MAP_UNSORTED"]
+    kind = "offset" if form in ("offsets", "speculators") else "absolute"
+    assert manifest["origins"]["draft_to_target"].endswith(f"as {kind}")
+    assert len(manifest["sources"]) == 3
+
+
+def test_specforges_vocab_mapping(command, tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = toy.write(tmp_path / "draft", without("d2t", "t2d"))
+    made = {name: torch.from_numpy(toy.tensors()[name]) for name in ("d2t", "t2d")}
+    torch.save(made, folder / "vocab_mapping.pt")
+    command.converted(folder)
+    assert command.stored()["draft_to_target"].tolist() == toy.target_ids().tolist()
+    torch.save(made["t2d"], folder / "t2d.pt")
+    torch.save(made["d2t"] + 1, folder / "d2t.pt")
+    command.out = tmp_path / "other"
+    command.refused("VOCAB_MAP_SIDE_FILE", "differ: d2t.pt, t2d.pt, vocab_mapping.pt", folder)
+
+
+def test_a_side_file_without_a_map_is_named(command, tmp_path):
+    folder = toy.write(tmp_path / "draft", without("d2t", "t2d"))
+    (folder / "vocab_mapping.json").write_text("{")
+    command.refused("VOCAB_MAP_SIDE_FILE", "vocab_mapping.json beside them", folder)
+    (folder / "vocab_mapping.json").write_text('{"d2t": [1, 2, 3]}')
+    command.refused("VOCAB_MAP_SIDE_FILE", "no table of 64 integers", folder)
+    ids = {"selected_token_ids": [7] * 64}
+    (folder / "vocab_mapping.json").write_text(json.dumps(ids))
+    command.refused("VOCAB_MAP_INVALID", "7", folder)
 
 
 def test_an_absolute_map_needs_the_flag(command, tmp_path):
@@ -157,15 +201,6 @@ def test_spellings_give_identical_digests(command, tmp_path, old, new):
     assert other["config"] == plain["config"]
 
 
-def test_fused_projections_are_refused_by_name(command, tmp_path):
-    def fused(config, tensors):
-        made = toy.layers0(tensors)
-        parts = [made.pop(f"layers.0.self_attn.{n}_proj.weight") for n in "qkv"]
-        return made | {"layers.0.self_attn.qkv_proj.weight": np.concatenate(parts)}
-
-    command.refused("WEIGHT_FUSED", "qkv_proj", toy.write(tmp_path / "draft", fused))
-
-
 # The target's own spelling: speculators#1156
 
 
@@ -249,13 +284,17 @@ def test_embed_says_whose(command, tmp_path):
 # Other attention: vllm-ascend#9703, Automodel#3264
 
 
-def test_a_latent_attention_draft_is_refused_by_name(command, tmp_path):
+def test_latent_attention_whose_sizes_do_not_fit_is_refused(command, tmp_path):
     def latent(config, tensors):
         made = {n: t for n, t in tensors.items() if "self_attn" not in n}
-        shapes = {"q_a_proj": (24, 128), "kv_a_proj_with_mqa": (24, 128), "o_proj": (64, 48)}
-        return made | {f"midlayer.self_attn.{n}.weight": toy.normal(*s) for n, s in shapes.items()}
+        shapes = {"q_a_proj": (24, 128), "q_b_proj": (80, 24), "kv_a_proj_with_mqa": (24, 128)}
+        shapes |= {"kv_b_proj": (100, 16), "o_proj": (64, 48)}
+        made |= {f"midlayer.self_attn.{n}.weight": toy.normal(*s) for n, s in shapes.items()}
+        norms = {"q_a_layernorm": 24, "kv_a_layernorm": 16}
+        return made | {f"midlayer.self_attn.{n}.weight": toy.normal(s) for n, s in norms.items()}
 
-    command.refused("ARCH_MLA", "an MLA draft", toy.write(tmp_path / "draft", latent))
+    folder = toy.write(tmp_path / "draft", latent)
+    command.refused("WEIGHT_SHAPE", "latent attention of 4 heads", folder)
 
 
 def test_another_familys_scaling_is_refused(command, tmp_path):

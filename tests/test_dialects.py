@@ -4,6 +4,7 @@ import pytest
 from toy_drafts import CANONICAL, config, layers0, tensors
 
 from eagle3_jax.dialects import detect, match, strip_prefixes
+from eagle3_jax.draft_layers import read_windows
 from eagle3_jax.findings import ConvertError, Findings
 from eagle3_jax.refusals import refuse_other_kinds
 from eagle3_jax.source_config import SourceConfig
@@ -16,7 +17,9 @@ def plain(names):
 
 
 @pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
-@pytest.mark.parametrize("prefix", ["", "model.", "module.", "draft_model.", "module.draft_model."])
+@pytest.mark.parametrize(
+    "prefix", ["", "model.", "module.", "_orig_mod.", "eagle_module.", "module.draft_model."]
+)
 def test_every_spelling_of_a_name_is_one_tensor(layer, prefix):
     names = [prefix + name.replace("midlayer.", layer) for name in NAMES]
     found = match(strip_prefixes(names))
@@ -144,35 +147,23 @@ def test_the_config_then_the_tensors_tell_the_dialect(names, raw, dialect):
     assert found.name == dialect
 
 
-def check(names, raw=None, *, shapes=None, dtypes=None, allow=()):
-    findings = Findings(allow)
+def check(names, raw=None, *, shapes=None, dtypes=None):
     known = dict.fromkeys(names, (64, 64)) | {"fc.weight": (64, 192)} | (shapes or {})
     refuse_other_kinds(
         plain(names),
         {name: known[name] for name in names},
         dict.fromkeys(names, "float32") | {"d2t": "int64", "t2d": "bool"} | (dtypes or {}),
         SourceConfig(config() if raw is None else raw, "config.json"),
-        findings,
     )
-    return [item.code for item in findings.items]
 
 
 def test_the_base_draft_passes():
-    assert check(NAMES) == []
-
-
-MLA = [
-    "fc.weight",
-    "midlayer.hidden_norm.weight",
-    "midlayer.self_attn.q_a_proj.weight",
-    "midlayer.self_attn.kv_a_proj_with_mqa.weight",
-]
+    check(NAMES)
 
 
 @pytest.mark.parametrize(
     ("names", "code", "match"),
     [
-        (MLA, "ARCH_MLA", "an MLA draft .*q_a_proj"),
         (["layers.0.self_attn.qkv_proj.weight", *NAMES], "WEIGHT_FUSED", "fused .*qkv_proj"),
         (["midlayer.mlp.gate_up_proj.weight", *NAMES], "WEIGHT_FUSED", "fused .*gate_up_proj"),
         (["mask_hidden", *NAMES], "ARCH_PEAGLE", "P-EAGLE"),
@@ -180,10 +171,13 @@ MLA = [
         (["0.0.linear.weight", "0.1.weight"], "ARCH_MEDUSA", "Medusa"),
         (["parallel_draft_heads.0.medusa_layers.0.linear.weight", *NAMES], "ARCH_MEDUSA", "paral"),
         (["layers.61.enorm.weight", "layers.61.eh_proj.weight"], "ARCH_MTP", "MTP"),
-        (["midlayer.self_attn.q_norm.weight", *NAMES], "ARCH_QK_NORM", "q_norm"),
-        (["midlayer.self_attn.k_norm.weight", *NAMES], "ARCH_QK_NORM", "k_norm"),
-        (["layers.1.hidden_norm.weight", *NAMES], "CONFIG_MULTI_LAYER", "2 layers"),
-        (["midlayer.3.hidden_norm.weight", *NAMES], "CONFIG_MULTI_LAYER", "4 layers"),
+        (["midlayer.self_attn.q_proj.lora_A.weight", *NAMES], "ARCH_ADAPTER", "LoRA.*PEFT"),
+        (["base_model.model.fc.lora_B.default.weight"], "ARCH_ADAPTER", "LoRA adapter"),
+        (
+            ["embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "norm.weight"],
+            "ARCH_NOT_EAGLE3",
+            "a plain language model",
+        ),
         (["midlayer.mlp.up_proj.weight_scale", *NAMES], "WEIGHT_QUANTISED", "weight_scale"),
         (["midlayer.mlp.up_proj.qweight", *NAMES], "WEIGHT_QUANTISED", "qweight"),
         (["midlayer.self_attn.g_proj.weight", *NAMES], "ARCH_UNKNOWN_VARIANT", "g_proj"),
@@ -223,20 +217,17 @@ def test_other_number_types_are_refused(dtype):
         ({"speculators_model_type": 3}, "CONFIG_INVALID", "expected a string"),
         ({"architectures": ["PEagleDraftModel"]}, "ARCH_PEAGLE", "PEagleDraftModel"),
         ({"architectures": ["Qwen3DFlashModel"]}, "ARCH_DFLASH", "Qwen3DFlashModel"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "ARCH_SINGLE_STATE", "last normed"),
+        ({"architectures": ["DFlash2DraftModel"]}, "ARCH_DFLASH2", "DFlash-2"),
+        ({"architectures": ["DSparkForCausalLM"]}, "ARCH_DSPARK", "SGLang"),
+        ({"speculators_model_type": "domino"}, "ARCH_DOMINO", "Domino"),
+        ({"speculators_model_type": "xpress"}, "ARCH_XPRESS", "Xpress"),
+        ({"speculators_model_type": "mtp"}, "ARCH_MTP", "beside its target"),
+        ({"speculators_model_type": "mlp_speculator"}, "ARCH_MLP_SPECULATOR", "vLLM"),
+        ({"peft_type": "LORA"}, "ARCH_ADAPTER", "merge it"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "ARCH_UNKNOWN_VARIANT", "use_mtp"),
         ({"eagle_config": {"parallel_draft_step": 4}}, "ARCH_UNKNOWN_VARIANT", "parallel"),
         ({"eagle_config": 3}, "CONFIG_INVALID", "eagle_config is 3, expected an object"),
         ({"hidden_act": "situ"}, "ARCH_UNKNOWN_VARIANT", "hidden_act 'situ'"),
-        ({"layer_types": ["sliding_attention"]}, "POS_SLIDING_WINDOW", "only full attention"),
-        (
-            {"layer_types": ["sliding_attention"], "sliding_window": 2048},
-            "POS_SLIDING_WINDOW",
-            "sliding_window 2048",
-        ),
-        ({"layer_types": ["linear_attention"]}, "POS_SLIDING_WINDOW", "linear_attention"),
-        ({"layer_types": "full"}, "CONFIG_INVALID", "list of layer types"),
-        ({"sliding_window": 512}, "POS_SLIDING_WINDOW_UNCLEAR", "sliding_window is 512"),
         (
             {"transformer_layer_config": {"model_type": "gemma3_text"}},
             "ARCH_UNKNOWN_VARIANT",
@@ -253,26 +244,72 @@ def test_configs_of_other_kinds_are_refused(raw, code, match):
 @pytest.mark.parametrize(
     "raw",
     [
-        {"layer_types": ["full_attention"], "sliding_window": 2048},
-        {"layer_types": ["sliding_attention"], "use_sliding_window": False},
-        {"sliding_window": 2048, "use_sliding_window": False},
-        {"sliding_window": None},
         {"hidden_act": "silu"},
         {"eagle_config": {"use_aux_hidden_state": True, "parallel_draft_step": 1}},
         {"quantization_config": {"quant_method": "fp8"}},
     ],
 )
 def test_configs_that_only_look_odd_pass(raw):
-    assert check(NAMES, raw) == []
+    check(NAMES, raw)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("raw", "layers", "windows"),
+    [
+        ({}, 1, ()),
+        ({"sliding_window": None}, 1, ()),
+        ({"layer_types": [FULL], "sliding_window": 2048}, 1, ()),
+        ({"layer_types": [SLIDING], "use_sliding_window": False}, 1, ()),
+        ({"sliding_window": 2048, "use_sliding_window": False}, 1, ()),
+        ({"layer_types": [SLIDING], "sliding_window": 512}, 1, (512,)),
+        ({"layer_types": [FULL, SLIDING], "sliding_window": 4}, 2, (None, 4)),
+        ({"layer_types": [SLIDING] * 36, "sliding_window": 8}, 2, (8, 8)),
+        ({"sliding_window": 9, "use_sliding_window": True}, 1, (9,)),
+        (
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+            2,
+            (None, 9),
+        ),
+        (
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 28},
+            1,
+            (),
+        ),
+    ],
+)
+def test_windows_by_layer(raw, layers, windows):
+    assert read_windows(SourceConfig(raw, "config.json"), Findings(), layers)[0] == windows
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "match"),
+    [
+        ({"layer_types": [SLIDING]}, "POS_SLIDING_WINDOW", "there is no sliding_window"),
+        ({"layer_types": ["linear_attention"]}, "POS_SLIDING_WINDOW", "linear_attention"),
+        (
+            {"layer_types": [FULL, SLIDING], "sliding_window": 4},
+            "POS_SLIDING_WINDOW",
+            "2 layers of two kinds",
+        ),
+        ({"layer_types": "full"}, "CONFIG_INVALID", "list of layer types"),
+        ({"layer_types": [SLIDING], "sliding_window": "4"}, "CONFIG_INVALID", "an integer"),
+        ({"sliding_window": 512}, "POS_SLIDING_WINDOW_UNCLEAR", "sliding_window is 512"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(raw, code, match):
+    with pytest.raises(ConvertError, match=match) as caught:
+        read_windows(SourceConfig(raw, "config.json"), Findings(), 1)
+    assert caught.value.code == code
 
 
 def test_an_unclear_window_can_be_allowed():
-    codes = check(NAMES, {"sliding_window": 512}, allow=["POS_SLIDING_WINDOW_UNCLEAR"])
-    assert codes == ["POS_SLIDING_WINDOW_UNCLEAR"]
-
-
-def test_layers_are_counted_in_the_tensors():
-    assert check(NAMES, {"num_hidden_layers": 40}) == ["CONFIG_LAYER_COUNT"]
+    findings = Findings(["POS_SLIDING_WINDOW_UNCLEAR"])
+    raw = SourceConfig({"sliding_window": 512}, "config.json")
+    assert read_windows(raw, findings, 1)[0] == ()
+    assert [item.code for item in findings.items] == ["POS_SLIDING_WINDOW_UNCLEAR"]
 
 
 def test_a_variant_names_all_that_is_strange():

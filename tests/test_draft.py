@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from random_models import random_draft
 
-from eagle3_jax.config import ConfigError, DraftConfig, RopeConfig
+from eagle3_jax.config import ConfigError, DraftConfig, LatentSizes, RopeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.layers import Rows, pack_bits
 
@@ -129,25 +129,45 @@ class Reference:
     def norm(self, x, weight):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.rms_norm_eps) * weight
 
-    def rope(self, x, position):
-        half = self.config.head_dim // 2
+    def frequency(self, i, width, position):
+        """Of pair i, written from the papers; the file's test compares with transformers."""
         rope = self.config.rope
+        frequency = rope.theta ** (-2 * i / width)
+        original = rope.original_max_position_embeddings
+        if rope.kind == "linear":
+            return frequency / rope.factor
+        if rope.kind == "dynamic" and position + 1 > original:
+            stretch = rope.factor * (position + 1) / original - (rope.factor - 1)
+            return (rope.theta * stretch ** (width / (width - 2))) ** (-2 * i / width)
+        if rope.kind == "llama3":
+            wavelength = 2 * np.pi / frequency
+            if wavelength > original / rope.low_freq_factor:
+                return frequency / rope.factor
+            if wavelength >= original / rope.high_freq_factor:
+                smooth = (original / wavelength - rope.low_freq_factor) / (
+                    rope.high_freq_factor - rope.low_freq_factor
+                )
+                return (1 - smooth) * frequency / rope.factor + smooth * frequency
+        if rope.kind == "yarn":
+            low, high = (
+                width * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
+                for turns in (rope.beta_fast, rope.beta_slow)
+            )
+            low, high = max(np.floor(low), 0), min(np.ceil(high), width - 1)
+            slowed = min(max((i - low) / (high - low), 0), 1)
+            return frequency * (1 - slowed) + frequency / rope.factor * slowed
+        return frequency
+
+    def rope(self, x, position, interleaved=False):
+        """Each pair of x [heads, width] as one complex number."""
+        width = x.shape[1]
+        half = width // 2
         out = np.empty_like(x)
         for i in range(half):
-            frequency = rope.theta ** (-2 * i / self.config.head_dim)
-            if rope.kind == "llama3":
-                wavelength = 2 * np.pi / frequency
-                original = rope.original_max_position_embeddings
-                if wavelength > original / rope.low_freq_factor:
-                    frequency /= rope.factor
-                elif wavelength >= original / rope.high_freq_factor:
-                    smooth = (original / wavelength - rope.low_freq_factor) / (
-                        rope.high_freq_factor - rope.low_freq_factor
-                    )
-                    frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
-            c, s = np.cos(position * frequency), np.sin(position * frequency)
-            out[:, i] = x[:, i] * c - x[:, i + half] * s
-            out[:, i + half] = x[:, i + half] * c + x[:, i] * s
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            angle = position * self.frequency(i, width, position)
+            turned = (x[:, a] + 1j * x[:, b]) * np.exp(1j * angle) * self.config.rope.amplitude
+            out[:, a], out[:, b] = turned.real, turned.imag
         return out
 
     def linear(self, name, x):
@@ -163,50 +183,88 @@ class Reference:
             x = self.norm(x, self.w["input_norm.weight"])
         return self.linear("fc", x)
 
+    def heads(self, layer, x, position):
+        """Queries, keys and values [heads, width] of one row, every head its own."""
+        c, attn = self.config, f"layers.{layer}.attn"
+        if c.latent is None:
+            q, k, v = (self.linear(f"{attn}.{n}", x).reshape(-1, c.head_dim) for n in "qkv")
+            if c.qk_norm:
+                q = self.norm(q, self.w[f"{attn}.q_norm.weight"])
+                k = self.norm(k, self.w[f"{attn}.k_norm.weight"])
+            group = c.num_heads // c.num_kv_heads
+            k, v = (np.repeat(part, group, axis=0) for part in (k, v))
+            return self.rope(q, position), self.rope(k, position), v
+        s, N = c.latent, c.num_heads
+        if s.q_lora_rank is None:
+            q = self.linear(f"{attn}.q", x)
+        else:
+            q = self.norm(self.linear(f"{attn}.q_a", x), self.w[f"{attn}.q_a_norm.weight"])
+            q = self.linear(f"{attn}.q_b", q)
+        q = q.reshape(N, -1)
+        down = self.linear(f"{attn}.kv_a", x)
+        latent = self.norm(down[: s.kv_lora_rank], self.w[f"{attn}.kv_a_norm.weight"])
+        up = self.linear(f"{attn}.kv_b", latent).reshape(N, -1)
+        nope = s.qk_nope_head_dim
+        turned = self.rope(down[None, s.kv_lora_rank :], position, s.interleaved)
+        key = np.concatenate((up[:, :nope], np.repeat(turned, N, axis=0)), axis=1)
+        turned = self.rope(q[:, nope:], position, s.interleaved)
+        return np.concatenate((q[:, :nope], turned), axis=1), key, up[:, nope:]
+
+    def inputs(self, layer, e, g):
+        """What attention reads, and the residual."""
+        c, w = self.config, lambda name: self.w[f"layers.{layer}.{name}.weight"]
+        if layer and c.next_layers != "wide":
+            names = {"input_layernorm": "norm_embed", "hidden_norm": "norm_hidden"}
+            return self.norm(g, w(names[c.next_layers])), g
+        normed = self.norm(g, w("norm_embed")) if c.double_norm else g
+        if c.hidden_norm or layer:
+            normed = self.norm(normed, w("norm_hidden"))
+        x = np.concatenate((self.norm(e, w("norm_embed")), normed))
+        return x, normed if c.norm_before_residual else g
+
     def run(self, ids, aux, embedding, head):
         c = self.config
         T = len(ids)
-        keys = [[None] * T for _ in range(STEPS)]
-        values = [[None] * T for _ in range(STEPS)]
+        scale = 1 / np.sqrt(c.head_dim) * (c.rope.latent_sharpness if c.latent else 1)
+        kept = {}
         hidden = [self.fuse(a) for a in aux]
         result = np.zeros((STEPS, T, c.draft_vocab_size))
         for k in range(STEPS):
-            states, queries = [], []
-            for t in range(T):
-                token = ids[t + 1 + k] if t + 1 + k < T else 0
-                e = self.norm(embedding[token], self.w["layers.0.norm_embed.weight"])
-                g = hidden[t]
-                inner = self.norm(g, self.w["layers.0.norm_embed.weight"]) if c.double_norm else g
-                normed = self.norm(inner, self.w["layers.0.norm_hidden.weight"])
-                x = np.concatenate((e, normed))
-                q, key, value = (
-                    self.linear(f"layers.0.attn.{n}", x).reshape(-1, c.head_dim) for n in "qkv"
-                )
-                queries.append(self.rope(q, t + k))
-                keys[k][t], values[k][t] = self.rope(key, t + k), value
-                states.append(normed if c.norm_before_residual else g)
-            for t in range(T):
-                seen = [(0, j) for j in range(t + 1)] + [(i, t) for i in range(1, k + 1)]
-                heads = []
-                for n in range(c.num_heads):
-                    group = n // (c.num_heads // c.num_kv_heads)
-                    s = np.array([queries[t][n] @ keys[i][j][group] for i, j in seen])
-                    p = np.exp((s - s.max()) / np.sqrt(c.head_dim))
-                    heads.append(
-                        sum(
-                            w * values[i][j][group]
-                            for w, (i, j) in zip(p / p.sum(), seen, strict=True)
-                        )
+            tokens = [ids[t + 1 + k] if t + 1 + k < T else 0 for t in range(T)]
+            for layer in range(c.num_layers):
+                rows = [self.inputs(layer, embedding[tokens[t]], hidden[t]) for t in range(T)]
+                queries = []
+                for t, (x, _) in enumerate(rows):
+                    q, key, value = self.heads(layer, x, t + k)
+                    queries.append(q)
+                    kept[layer, k, t] = key, value
+                for t in range(T):
+                    seen = [(0, j) for j in range(t + 1)] + [(i, t) for i in range(1, k + 1)]
+                    window = c.windows[layer] if c.windows else None
+                    if window is not None:
+                        seen = [(i, j) for i, j in seen if t + k - (i + j) < window]
+                    keys, values = (
+                        np.stack(part)
+                        for part in zip(*(kept[layer, *at] for at in seen), strict=True)
                     )
-                a = states[t] + self.linear("layers.0.attn.o", np.concatenate(heads))
-                y = self.norm(a, self.w["layers.0.norm_post.weight"])
-                gate = self.linear("layers.0.mlp.gate", y)
-                mlp = gate / (1 + np.exp(-gate)) * self.linear("layers.0.mlp.up", y)
-                out = a + self.linear("layers.0.mlp.down", mlp)
+                    scores = np.einsum("nh,snh->ns", queries[t], keys) * scale
+                    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+                    p /= p.sum(axis=1, keepdims=True)
+                    mixed = np.einsum("ns,snh->nh", p, values).reshape(-1)
+                    hidden[t] = self.rest(layer, rows[t][1], mixed)
+            for t in range(T):
+                out = hidden[t]
                 final = self.norm(out, self.w["norm_final.weight"]) if c.final_norm else out
                 result[k, t] = head @ final
                 hidden[t] = final if c.feedback == "post_norm" else out
         return result
+
+    def rest(self, layer, residual, mixed):
+        a = residual + self.linear(f"layers.{layer}.attn.o", mixed)
+        y = self.norm(a, self.w[f"layers.{layer}.norm_post.weight"])
+        gate = self.linear(f"layers.{layer}.mlp.gate", y)
+        mlp = gate / (1 + np.exp(-gate)) * self.linear(f"layers.{layer}.mlp.up", y)
+        return a + self.linear(f"layers.{layer}.mlp.down", mlp)
 
 
 BASE = DraftConfig(
@@ -229,6 +287,16 @@ LLAMA3 = RopeConfig(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+YARN = RopeConfig(
+    theta=100.0, kind="yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=4.0
+)
+LATENT = {
+    "latent": LatentSizes(8, 5, 4, 3, q_lora_rank=7),
+    "num_kv_heads": 4,
+    "head_dim": 9,
+    "rope": dataclasses.replace(YARN, mscale=1.0, mscale_all_dim=0.5),
+}
+DYNAMIC = RopeConfig(kind="dynamic", factor=3.0, original_max_position_embeddings=20)
 SWITCHES = {
     "base": {},
     "norm_before_residual": {"norm_before_residual": True},
@@ -247,6 +315,23 @@ SWITCHES = {
     "llama3_rope": {"rope": LLAMA3},
     "theta": {"rope": RopeConfig(theta=500.0)},
     "one_kv_head": {"num_kv_heads": 1},
+    "linear_rope": {"rope": RopeConfig(kind="linear", factor=4.0)},
+    "dynamic_rope": {"rope": DYNAMIC},
+    "yarn_rope": {"rope": YARN},
+    "qk_norm": {"qk_norm": True},
+    "no_hidden_norm": {
+        "num_aux": 1,
+        "aux_boundaries": ("final_norm",),
+        "fuse": "none",
+        "hidden_norm": False,
+    },
+    "window": {"windows": (5,)},
+    "two_layers": {"num_layers": 2},
+    "two_layers_sglang": {"num_layers": 2, "next_layers": "hidden_norm", "next_spare_norm": True},
+    "two_layers_wide": {"num_layers": 2, "next_layers": "wide", "windows": (None, 7)},
+    "latent": LATENT,
+    "latent_direct": LATENT
+    | {"latent": LatentSizes(8, 5, 4, 3, interleaved=False), "windows": (6,)},
     "all": {
         "norm_before_residual": True,
         "fc_norm": True,
@@ -292,7 +377,7 @@ def test_every_switch_against_numpy(name):
         shared = Shared(jnp.asarray(embedding), jnp.asarray(head))
         found = unroll(draft, ids, aux, shared)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
-    if name not in ("base", "target_embedding", "no_fc"):
+    if name not in ("base", "target_embedding", "no_fc", "no_hidden_norm"):
         plain = {k: v for k, v in tensors.items() if k in BASE.tensor_shapes()}
         if all(plain[k].shape == s for k, s in BASE.tensor_shapes().items() if k in plain):
             other = Reference(BASE, {**random_case(BASE, 0)[0], **plain}).run(

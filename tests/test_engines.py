@@ -14,6 +14,17 @@ from eagle3_jax.engines import ENGINES, Profile, run_as
 
 ENGINE = "sglang-0.5.23"
 LLAMA3 = RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64)
+DYNAMIC = RopeConfig(10000.0, "dynamic", 4.0, original_max_position_embeddings=512)
+YARN = RopeConfig(
+    10000.0,
+    "yarn",
+    8.0,
+    original_max_position_embeddings=64,
+    beta_fast=16.0,
+    beta_slow=2.0,
+    attention_factor=1.3,
+)
+TWO_LAYERS = {"num_layers": 2, "next_layers": "hidden_norm", "next_spare_norm": True}
 
 VARIANTS: dict[str, tuple[dict, dict]] = {
     "draft": ({}, {}),
@@ -38,11 +49,18 @@ VARIANTS: dict[str, tuple[dict, dict]] = {
     "draft_norm_output": ({"feedback": "post_norm"}, {"feedback": "post_norm"}),
     "draft_novocabmap": ({"draft_vocab_size": 128}, {"draft_vocab_size": 128}),
     "draft_own_embed": ({"embed": "draft"}, {"embed": "target"}),
+    "draft_rope_dynamic": ({"rope": DYNAMIC}, {"rope": RopeConfig(10000.0 * 13 ** (8 / 6))}),
     "draft_rope_llama3": ({"rope": LLAMA3}, {"rope": LLAMA3}),
+    "draft_rope_yarn": ({"rope": YARN}, {"rope": dataclasses.replace(YARN, attention_factor=None)}),
+    "draft_two_layers": (TWO_LAYERS, TWO_LAYERS),
+    "draft_window": ({"windows": (4,)}, {"windows": ()}),
 }
 """Variant -> how its config differs from the plain draft's, as trained and as SGLang runs it."""
 
-FLAGS = {"draft_norm_output": ("--feedback", "post_norm")}
+FLAGS = {
+    "draft_norm_output": ("--feedback", "post_norm"),
+    "draft_two_layers": ("--next-layer-norm", "hidden_norm"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +78,9 @@ def command(tmp_path, capsys) -> Command:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_recorded_variant(name, plain, converted, sglang_models):
+def test_every_recorded_variant(name, plain, converted, variant_folder, sglang_models):
     target = ("--target", str(sglang_models / "target"))
-    folder = converted(sglang_models / name, *target, *FLAGS.get(name, ()))
+    folder = converted(variant_folder(name), *target, *FLAGS.get(name, ()))
     manifest = read_manifest(folder)
     trained, effective = (dataclasses.replace(plain, **changes) for changes in VARIANTS[name])
     assert manifest_config(manifest, folder) == trained
@@ -84,11 +102,7 @@ def test_every_recorded_variant(name, plain, converted, sglang_models):
     assert set(loaded.config.tensor_shapes()) == set(effective.tensor_shapes())
 
 
-RECORDED = [
-    name.removeprefix("draft_")
-    for name in VARIANTS
-    if name not in ("draft", "draft_norm_output", "draft_rope_llama3")
-]
+RECORDED = [name.removeprefix("draft_") for name in VARIANTS if name != "draft"]
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -210,7 +224,7 @@ def ids(*numbers):
         ({"tie_word_embeddings": True}, (), 8, "tie_word_embeddings.*not modelled"),
         ({"num_hidden_layers": 40}, (), 8, "random weights"),
         ({}, ("--final-norm", "false"), 8, "final norm"),
-        ({"rope_scaling": {"type": "yarn"}}, ("--ignore-rope-scaling",), 8, "yarn"),
+        ({"rope_scaling": {"type": "yarn"}}, ("--ignore-rope-scaling",), 8, "yarn.*no 'factor'"),
         ({"eagle_config": ids(1, 3, 7)}, (), 8, r"captures 2 \(\(2, 4\)\).*shape error"),
         ({"eagle_config": None}, (), 6, "default boundaries"),
     ],
@@ -259,7 +273,7 @@ def test_unknown_engines_and_drafts_without_a_source_are_refused(plain):
         run_as("sglang", plain, toy.config(), ["fc.weight"])
     with pytest.raises(ConfigError, match="has no source"):
         run_as(ENGINE, plain, {}, [])
-    assert list(ENGINES) == [ENGINE]
+    assert list(ENGINES) == [ENGINE, "sglang-0.5.10", "vllm", "trt-llm", "official"]
 
 
 def test_load_draft_passes_the_refusal_on(command, tmp_path):

@@ -10,6 +10,7 @@ import huggingface_hub
 import huggingface_hub.constants as constants
 import pytest
 
+from convert import from_torch
 from eagle3_jax import hub
 from eagle3_jax.files.source import FileError
 
@@ -132,3 +133,16 @@ def test_a_folder_wins_over_an_id(monkeypatch, tmp_path):
     (tmp_path / "org" / "file").write_text("")
     with pytest.raises(FileError, match="org/file: not a folder"):
         hub.model_folder("org/file")
+
+
+def test_a_draft_by_its_id(served, tmp_path, capsys):
+    """Its config, weights in either format and vocabulary map; of the target the config alone."""
+    folder = hub.local_path(Path("org/name"), hub.DRAFT_PATTERNS)
+    found = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    assert found == {"config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"}
+    here = tmp_path / "nothing" / "here"
+    assert hub.local_path(here, hub.DRAFT_PATTERNS) == here
+    status = from_torch.main(["org/none", "--out", str(tmp_path / "out")])
+    assert status == 2
+    assert "error [FILE]: org/none: no such folder, and the Hub cannot" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

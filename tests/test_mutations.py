@@ -80,6 +80,15 @@ MUTATIONS = [
         "one state as wide as the draft handed on without fc",
         m.flip(num_aux=1, aux_boundaries=(5,), fuse="none"),
     ),
+    Mutation("hidden_norm", "a norm forgotten", m.without_hidden_norm),
+    Mutation("qk_norm", "Qwen3's norms on a Llama layer", m.with_qk_norm),
+    Mutation("windows", "a window SGLang does not know", m.flip(windows=(4,))),
+    Mutation(
+        "next_layers",
+        "vLLM's norm of later layers for SGLang's",
+        m.flip(next_layers="input_layernorm"),
+        variant="two_layers",
+    ),
     # which states
     Mutation("aux_boundaries low - 1", "off by one", boundaries(1, 4, 5)),
     Mutation("aux_boundaries low + 1", "off by one", boundaries(3, 4, 5)),
@@ -243,13 +252,14 @@ def recording(mutation: Mutation):
 
 
 @pytest.fixture(scope="module")
-def read_draft(sglang_models, tiny_target, converted):
+def read_draft(sglang_models, variant_folder, tiny_target, converted):
     """The draft of a recording, as SGLang runs it."""
 
     @functools.cache
     def read(variant: str | None) -> e3.Eagle3Draft:
-        source = sglang_models / ("draft" if variant is None else f"draft_{variant}")
-        folder = converted(source, "--target", str(sglang_models / "target"))
+        source = variant_folder("draft" if variant is None else f"draft_{variant}")
+        flags = ("--next-layer-norm", "hidden_norm") if variant == "two_layers" else ()
+        folder = converted(source, "--target", str(sglang_models / "target"), *flags)
         return e3.load_draft(folder, target=tiny_target, as_engine="sglang-0.5.23")
 
     return read
@@ -288,6 +298,8 @@ def test_every_switch_is_mutated():
         "vocab_size",
         "draft_vocab_size",
         "num_layers",
+        "next_spare_norm",  # a tensor that is kept, not a number that is used
+        "latent",  # another attention: tests/test_attention_mla.py
     }
     switches = {field.name for field in dataclasses.fields(DraftConfig)} - sizes
     assert switches <= {mutation.field for mutation in MUTATIONS}

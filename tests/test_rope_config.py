@@ -3,7 +3,7 @@
 import pytest
 
 from eagle3_jax.config import RopeConfig
-from eagle3_jax.findings import ConvertError
+from eagle3_jax.findings import ConvertError, Findings
 from eagle3_jax.rope_config import read_rope
 from eagle3_jax.source_config import SourceConfig
 
@@ -54,7 +54,63 @@ def test_origins_and_the_file_s_own_words_are_kept():
     assert read({}).configured == {}
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "su", "mrope", 3, ["x"]])
+YARN = {"type": "yarn", "factor": 32.0}
+MROPE = {"type": "mrope", "mrope_section": [16, 24, 24], "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"type": "linear", "factor": 2}, RopeConfig(5e5, "linear", 2.0)),
+        (
+            {"type": "dynamic", "factor": 2.0},
+            RopeConfig(5e5, "dynamic", 2.0, original_max_position_embeddings=99),
+        ),
+        (
+            YARN | {"original_max_position_embeddings": 2048, "finetuned": True},
+            RopeConfig(5e5, "yarn", 32.0, original_max_position_embeddings=2048),
+        ),
+        (YARN, RopeConfig(5e5, "yarn", 32.0, original_max_position_embeddings=99)),
+        (
+            YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 64, "truncate": False},
+            RopeConfig(
+                5e5,
+                "yarn",
+                32.0,
+                original_max_position_embeddings=99,
+                mscale=1.0,
+                mscale_all_dim=0.5,
+                beta_fast=64.0,
+                truncate=False,
+            ),
+        ),
+        (MROPE, RopeConfig(5e5)),
+        ({"rope_type": "default", "mrope_section": [4, 2, 2]}, RopeConfig(5e5)),
+        (
+            YARN | {"mrope_section": [4, 2, 2]},
+            RopeConfig(5e5, "yarn", 32.0, original_max_position_embeddings=99),
+        ),
+    ],
+)
+def test_every_kind_of_scaling(raw, expected):
+    config = {"rope_theta": 5e5, "rope_scaling": raw, "max_position_embeddings": 99}
+    findings = Findings()
+    found = read_rope(SourceConfig(config, "config.json"), findings)
+    assert found.effective == expected
+    mrope = "mrope_section" in raw
+    assert [f.code for f in findings.items] == ["FEATURE_MROPE"] * mrope
+    assert all("plain rope" in f.message for f in findings.items)
+
+
+@pytest.mark.parametrize("sections", [None, [], "16,24,24", [16, -1], [True]])
+def test_mrope_without_sections_is_refused(sections):
+    raw = {"rope_scaling": {"type": "mrope", "mrope_section": sections}}
+    with pytest.raises(ConvertError, match="mrope_section is") as caught:
+        read(raw)
+    assert caught.value.code == "FEATURE_MROPE"
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", 3, ["x"]])
 def test_other_kinds_are_refused_by_name_with_the_way_out(kind):
     raw = {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, "factor": 2.0}}
     with pytest.raises(ConvertError, match="--ignore-rope-scaling") as caught:
@@ -72,7 +128,9 @@ def test_other_kinds_are_refused_by_name_with_the_way_out(kind):
     [
         ({"rope_scaling": LLAMA3 | {"mscale": 1.0}}, "unknown key 'mscale'"),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "unknown key 'factor'"),
-        ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "unknown key 'mrope_section'"),
+        ({"rope_scaling": {"type": "linear"}}, "has no 'factor'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1.0}}, "unknown key 'alpha'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "there is no max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
         ({"rope_scaling": LLAMA3 | {"type": "yarn"}}, "rope_type 'llama3' and type 'yarn'"),
         (

@@ -1,5 +1,6 @@
 """Drafts with one switch, tensor or key changed: as SGLang runs them, and as they were trained."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sglang_compare import compare_with_golden
@@ -9,7 +10,17 @@ import eagle3_jax as e3
 from eagle3_jax.trace import Round, sglang_stats
 
 ENGINE = "sglang-0.5.23"
-SAME = ("aux_1_3_6", "fc_bias", "fc_norm", "nolmhead_null", "norm_before_fc", "novocabmap")
+SAME = (
+    "aux_1_3_6",
+    "fc_bias",
+    "fc_norm",
+    "nolmhead_null",
+    "norm_before_fc",
+    "norm_output",
+    "novocabmap",
+    "rope_llama3",
+    "two_layers",
+)
 """SGLang runs these as they were trained."""
 
 IGNORED = {
@@ -18,10 +29,31 @@ IGNORED = {
     "aux_toplevel": "only eagle_config names layers, the default boundaries are captured",
     "norm_before_residual": "not a key SGLang knows",
     "own_embed": "the target's embedding replaces the draft's",
+    "rope_dynamic": "one base for all positions, that of the longest sequence",
+    "rope_yarn": "attention_factor is not a key it reads",
+    "window": "layer_types is not a key it reads",
 }
 """SGLang runs these in another way than they were trained."""
 
-FLAGS = {"aux_toplevel": ("--aux-convention", "output")}
+ON_REQUEST = ("rope_llama3", "rope_dynamic", "window")
+"""tests/test_draft.py has the same arithmetic against NumPy."""
+
+
+def variants(*names: str):
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=[pytest.mark.exhaustive] if name in ON_REQUEST else [])
+            for name in names
+        ],
+    )
+
+
+FLAGS = {
+    "aux_toplevel": ("--aux-convention", "output"),
+    "norm_output": ("--feedback", "post_norm"),
+    "two_layers": ("--next-layer-norm", "hidden_norm"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +62,9 @@ def base() -> Request:
 
 
 @pytest.fixture(scope="module")
-def load_variant(sglang_models, tiny_target, converted):
+def load_variant(sglang_models, variant_folder, tiny_target, converted):
     def read(name: str, as_engine: str | None) -> e3.Eagle3Draft:
-        source, target = sglang_models / f"draft_{name}", sglang_models / "target"
+        source, target = variant_folder(f"draft_{name}"), sglang_models / "target"
         folder = converted(source, "--target", str(target), *FLAGS.get(name, ()))
         return e3.load_draft(folder, target=tiny_target, as_engine=as_engine)
 
@@ -49,10 +81,15 @@ def run(target, draft, golden: Request) -> list[Round]:
         stop_token_ids=(),
         tensors=True,
     )
-    return list(rounds)
+    found = list(rounds)
+    for r in found:  # SGLang records the state it hands on, the loop the layer's result
+        assert r.tensors is not None
+        handed_on = draft.feedback(jnp.asarray(r.tensors["extend_hidden"][None]))[0]
+        r.tensors["extend_hidden"] = np.asarray(handed_on)
+    return found
 
 
-@pytest.mark.parametrize("name", [*SAME, *IGNORED])
+@variants(*SAME, *IGNORED)
 def test_as_sglang_runs_it(name, load_variant, tiny_target):
     golden = load("variants", name)["single0"]
     draft = load_variant(name, ENGINE)
@@ -72,7 +109,7 @@ def test_as_sglang_runs_it(name, load_variant, tiny_target):
     assert [r.accept_length for r in rounds] == golden.arrays["accept_len"].tolist()
 
 
-@pytest.mark.parametrize("name", IGNORED)
+@variants(*IGNORED)
 def test_a_switch_sglang_ignores_is_live(name, load_variant, tiny_target):
     """Run as trained, the draft says something else than SGLang."""
     golden = load("variants", name)["single0"]
@@ -94,8 +131,9 @@ def test_the_engine_profile_changes_nothing_else(name, load_variant):
 def test_the_recording_shows_the_change(name, base):
     """What SGLang heeds moves the draft's first logits, what it ignores leaves them alone."""
     before, after = base.arrays, load("variants", name)["single0"].arrays
-    heeded = name in SAME or name in ("attn_bias", "aux_6_1_3")
-    x, y = before["prefill/draft_logits"], after["prefill/draft_logits"]
+    heeded = name in SAME or name in ("attn_bias", "aux_6_1_3", "rope_dynamic", "rope_yarn")
+    what = "prefill/draft_hidden" if name == "norm_output" else "prefill/draft_logits"
+    x, y = before[what], after[what]
     if x.shape == y.shape:
         assert (np.abs(x - y).max() > 0.05) == heeded
     else:

@@ -1,5 +1,6 @@
 """Pickled PyTorch weights, read weights-only: the one place that imports torch."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 class TorchFile:
     """One `.bin`, `.pt`, `.pth` or `.ckpt` file that holds a flat dict of tensors.
 
+    A training state (SpecForge's `training_state.pt`) holds that dict under a key of its own beside
+    optimizer and counters: the one that names a draft's tensors is taken, with a note.
+
     `torch.load(weights_only=True)` runs no code of the file; storages stay on disk where the format
     allows it (`mmap`).
 
@@ -25,8 +29,7 @@ class TorchFile:
     def __init__(self, path: Path):
         self.path = path
         self.files = (path,)
-        self.notes: tuple[str, ...] = ()
-        self._tensors = _load(path)
+        self._tensors, self.notes = _load(path)
 
     def names(self) -> Sequence[str]:  # noqa: D102
         return tuple(self._tensors)
@@ -55,6 +58,18 @@ def load_dict(path: Path) -> dict[str, Any]:
     Raises:
       FileError: torch is not installed, a file torch refuses, no dict, or an empty one.
     """
+    value = load_pickle(path)
+    if not isinstance(value, dict) or not value:
+        raise FileError(f"{path}: holds a {type(value).__name__}, expected a dict of tensors")
+    return value
+
+
+def load_pickle(path: Path) -> Any:
+    """Whatever torch reads weights-only.
+
+    Raises:
+      FileError: torch is not installed, or a file torch refuses.
+    """
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -71,8 +86,6 @@ def load_dict(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged pickle makes torch raise nearly anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise FileError(f"{path}: torch cannot load it weights-only: {reason[0]}") from None
-    if not isinstance(value, dict) or not value:
-        raise FileError(f"{path}: holds a {type(value).__name__}, expected a dict of tensors")
     return value
 
 
@@ -90,6 +103,8 @@ def to_numpy(tensor: Any, where: str) -> np.ndarray:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype is torch.bfloat16:
         array = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    elif dtype in ("float8_e4m3fn", "float8_e5m2"):
+        array = tensor.view(torch.uint8).numpy().view(np.dtype(getattr(ml_dtypes, dtype)))
     elif dtype.startswith(("float8", "float4")):
         raise FileError(f"{where} is {dtype}, not readable")
     else:
@@ -98,10 +113,27 @@ def to_numpy(tensor: Any, where: str) -> np.ndarray:
     return array
 
 
-def _load(path: Path) -> dict[str, Any]:
+DRAFT_KEY = re.compile(r"(^|\.)(fc\.weight|midlayer\..*|layers\.0\..*)$")
+
+
+def _load(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     value = load_dict(path)
     import torch  # pyright: ignore[reportMissingImports]
 
+    notes: tuple[str, ...] = ()
+    states = {
+        key: part
+        for key, part in value.items()
+        if isinstance(part, dict) and any(isinstance(k, str) and DRAFT_KEY.search(k) for k in part)
+    }
+    if states and not any(isinstance(key, str) and DRAFT_KEY.search(key) for key in value):
+        if len(states) > 1:
+            raise FileError(
+                f"{path}: entries {', '.join(map(repr, states))} all hold a draft's tensors: "
+                "expected one"
+            )
+        key, value = states.popitem()
+        notes = (f"{path.name} is a training state: entry {key!r} holds the draft",)
     for name, tensor in value.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             keys = ", ".join(repr(key) for key in list(value)[:6])
@@ -111,4 +143,4 @@ def _load(path: Path) -> dict[str, Any]:
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise FileError(f"{path}: tensor {name!r} is not a plain dense tensor")
-    return value
+    return value, notes

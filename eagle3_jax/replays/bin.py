@@ -163,13 +163,11 @@ class BinReplay:
         return found
 
     def _chain_block(self, found: Chains, slots: np.ndarray, steps: int, G: int):
-        rows, config = self.rows, self.runner.draft.config
+        rows = self.rows
         J, C = steps - 1, self.fewer
-        shape = (J, G, config.num_kv_heads, config.head_dim)
-        dtype = self.runner.draft.dtype
         padded = np.zeros(G, np.int32)
         padded[: len(slots)] = slots
-        state = Steps(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), self.bin.state[padded])
+        state = Steps(self.runner.draft.new_cache(J, G), self.bin.state[padded])
         alive = np.arange(len(slots))
         for level in range(J):
             alive = alive[rows.judged[slots[alive]] > level + 1]

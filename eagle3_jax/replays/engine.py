@@ -45,7 +45,7 @@ class Judged:
 class Bin:
     """Rows over target states."""
 
-    cache: KVCache  # 1 layer x [1, S, K, H]
+    cache: KVCache  # of one sequence of S slots
     state: jax.Array  # [S, D] what each row feeds back
 
 
@@ -54,8 +54,7 @@ class Bin:
 class Steps:
     """Drafted rows of up to G starts: their keys, values, and the state each feeds back next."""
 
-    k: jax.Array  # [J, G, K, H]
-    v: jax.Array  # [J, G, K, H]
+    cache: KVCache  # of J sequences of G slots
     state: jax.Array  # [G, D]
 
 
@@ -85,16 +84,17 @@ def commit(
 ) -> tuple[Bin, Judged | None, jax.Array]:
     """Writes C rows from slot `start` on; judges them unless top is 0; norms [C] after `fuse`."""
     draft: Eagle3Draft = structure.build(leaves)
-    view = jax.tree.map(lambda x: x[:, :seen], bin.cache)
+    view = bin.cache.first(seen)
     none = jnp.zeros((1,), jnp.int32)
     words = _between(span.low, span.high, seen)[None]
     fused = draft.fuse(aux[None])
     rows = Rows(span.positions[None], start[None], none, words)
     out, view = draft.step(tokens[None], fused, rows, view, shared=shared)
-    at = (jnp.zeros((), jnp.int32),) * 4
-    cache = jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, at), bin.cache, view)
+    cache = jax.tree.map(
+        lambda x, part: lax.dynamic_update_slice_in_dim(x, part, 0, axis=1), bin.cache, view
+    )
     fed_back = draft.feedback(out)[0]
-    state = lax.dynamic_update_slice(bin.state, fed_back, (start, at[0]))
+    state = lax.dynamic_update_slice_in_dim(bin.state, fed_back, start, axis=0)
     judged = _judge(draft, shared, out[0], true, top) if top else None
     return Bin(cache, state), judged, _norm(fused[0])
 
@@ -116,15 +116,9 @@ def chain_level(
 ) -> tuple[Steps, Judged, jax.Array]:
     """One more drafted row of each start, after its prefix and own rows; norms [C] of its input."""
     draft: Eagle3Draft = structure.build(leaves)
-    J, C = steps.k.shape[0], len(index)
-    own = (steps.k[:, index], steps.v[:, index])
-    own = [x.reshape(1, J * C, *x.shape[2:]) for x in own]
-    view = KVCache(
-        *(
-            (jnp.concatenate((committed[0][:, :seen], mine), axis=1),)
-            for committed, mine in zip((cache.k, cache.v), own, strict=True)
-        )
-    )
+    J, C = steps.cache.k[0].shape[0], len(index)
+    own = jax.tree.map(lambda x: x[:, index].reshape(1, J * C, *x.shape[2:]), steps.cache)
+    view = cache.first(seen).followed_by(own)
     written = jnp.arange(J, dtype=jnp.int32) <= level
     mine = jnp.eye(C, dtype=bool)[:, None, :] & written[None, :, None]
     words = (_between(span.low, span.high, seen), _pack(mine.reshape(C, J * C)))
@@ -133,10 +127,12 @@ def chain_level(
     rows = Rows(span.positions[None], at[None], none, jnp.concatenate(words, axis=1)[None])
     state = steps.state[index]
     out, view = draft.step(tokens[None], state[None], rows, view, shared=shared)
-    k, v = (lax.dynamic_slice_in_dim(x[0][0], at, C) for x in (view.k, view.v))
     steps = Steps(
-        steps.k.at[level, index].set(k, mode="drop"),
-        steps.v.at[level, index].set(v, mode="drop"),
+        jax.tree.map(
+            lambda kept, new: kept.at[level, index].set(new[0], mode="drop"),
+            steps.cache,
+            view.rows(at, C),
+        ),
         steps.state.at[index].set(draft.feedback(out)[0], mode="drop"),
     )
     return steps, _judge(draft, shared, out[0], true, 1), _norm(state)
@@ -173,13 +169,7 @@ def grow_at(
     draft: Eagle3Draft = structure.build(leaves)
     C, k = seed.tokens.shape
     levels = tree.num_steps - 1
-    config = draft.config
-    shape = (1, levels * C * k, config.num_kv_heads, config.head_dim)
-    room = jnp.zeros(shape, draft.dtype)
-    view = KVCache(
-        (jnp.concatenate((cache.k[0][:, :seen], room), axis=1),),
-        (jnp.concatenate((cache.v[0][:, :seen], room), axis=1),),
-    )
+    view = cache.first(seen).followed_by(draft.new_cache(1, levels * C * k))
     prefix = jnp.repeat(_between(span.low, span.high, seen), k, axis=0)
     none = jnp.zeros((1,), jnp.int32)
     same = jnp.eye(C, dtype=bool)[:, None, None, :, None]

@@ -9,9 +9,10 @@ from flax import nnx
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import Boundary, TargetConfig
 from eagle3_jax.draft import Shared
-from eagle3_jax.layers import MLP, Attention, RMSNorm, Rows, Table, rotations
+from eagle3_jax.layers import MLP, Attention, RMSNorm, Rows, Table
 from eagle3_jax.modules import Folder
 from eagle3_jax.precision import matmul
+from eagle3_jax.rope import rotations
 
 BLOCK_NAMES = {
     "norm_in": "input_layernorm",

@@ -9,8 +9,8 @@ import numpy as np
 
 from eagle3_jax.config import Boundary, ConfigError, DraftConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
-from eagle3_jax.layers import inverse_frequencies
 from eagle3_jax.modules import tensors_of
+from eagle3_jax.rope import inverse_frequencies
 from eagle3_jax.wirings import scorer
 from eagle3_jax.wirings.maps import readings, rows_of
 from eagle3_jax.wirings.pack import Pack, row_orders
@@ -37,6 +37,12 @@ class Material:
     ):
         self.pack, self.boundaries, self.config = packed, tuple(boundaries), draft.config
         config = self.config
+        if config.num_layers > 1 or config.latent is not None:
+            kind = "latent attention" if config.latent else f"{config.num_layers} layers"
+            raise ConfigError(
+                f"wirings are tried on drafts of one layer with grouped-query attention, this one "
+                f"has {kind}: eagle3 replay measures it as it is configured"
+            )
         self.tensors = {
             name: tensor.astype(np.float32)
             for name, tensor in tensors_of(draft).items()
@@ -144,7 +150,13 @@ class Material:
         ones = np.ones(D, np.float32)
         matrix = self.head(head)
         return scorer.LayerWeights(
-            **{n: jnp.asarray(t[f"layers.0.{n}.weight"]) for n in NORMS},
+            **{n: jnp.asarray(t.get(f"layers.0.{n}.weight", ones)) for n in NORMS},
+            **{
+                n: jnp.asarray(t.get(f"layers.0.attn.{n}.weight", np.ones(H, np.float32)))
+                for n in ("q_norm", "k_norm")
+            },
+            qk_norm=jnp.asarray(config.qk_norm),
+            hidden_norm=jnp.asarray(config.hidden_norm),
             norm_final=jnp.asarray(t.get("norm_final.weight", ones)),
             **{n: jnp.asarray(t[f"{places[n]}.weight"]) for n in widths if n != "fc"},
             head=jnp.asarray(matrix if rows is None else matrix[list(rows)]),
@@ -256,7 +268,7 @@ class Material:
         return (
             {name: np.asarray(value, np.int32) for name, value in whole.items()}
             | {name: np.asarray(value, np.bool_) for name, value in truth.items()}
-            | {"frequency": frequency}
+            | {"frequency": frequency, "amplitude": np.float32(wiring.rope.amplitude)}
         )
 
     def index(self, boundary: Boundary) -> int:

@@ -1,9 +1,11 @@
 """What to write into a draft's config so that SGLang and vLLM run the wiring that was found."""
 
+import dataclasses
 import json
 from typing import Any
 
 from eagle3_jax.aux_ids import AUX_KEY
+from eagle3_jax.rope_config import KINDS
 from eagle3_jax.wirings.wiring import Wiring
 
 SGLANG, VLLM = "sglang", "vllm"
@@ -100,13 +102,10 @@ def _boundaries(best: Wiring, found: dict[str, dict[str, Any]]):
 def _scaling(best: Wiring) -> dict[str, Any] | None:
     if best.rope.kind == "default":
         return None
-    return {
-        "rope_type": best.rope.kind,
-        "factor": best.rope.factor,
-        "low_freq_factor": best.rope.low_freq_factor,
-        "high_freq_factor": best.rope.high_freq_factor,
-        "original_max_position_embeddings": best.rope.original_max_position_embeddings,
-    }
+    needed, optional = KINDS[best.rope.kind]
+    numbers = dataclasses.asdict(best.rope)
+    said = {key: numbers.get(key) for key in (*needed, *optional)}
+    return {"rope_type": best.rope.kind, **{k: v for k, v in said.items() if v not in (None, 0)}}
 
 
 def _owner(what: str, owner: str) -> str:

@@ -37,6 +37,10 @@ class LayerWeights:
     down: jax.Array  # [D, F]
     head: jax.Array  # [W', D], the rows in use
     biases: dict[str, jax.Array]  # of fc, q, k, v, o, gate, up, down
+    q_norm: jax.Array  # [H], in use if qk_norm
+    k_norm: jax.Array
+    qk_norm: jax.Array  # [] bool
+    hidden_norm: jax.Array  # [] bool: whether norm_hidden is in use
     eps: jax.Array  # []
 
 
@@ -69,6 +73,7 @@ class Knobs:
     post_norm: jax.Array
     embedding_residual: jax.Array
     frequency: jax.Array  # [H / 2]
+    amplitude: jax.Array  # [] factor on cos and sin
     pairs: jax.Array  # [H] order of a head's elements
     window: jax.Array
     clamp: jax.Array
@@ -187,7 +192,11 @@ def _input(w: LayerWeights, k: Knobs, embedded: jax.Array, hidden: jax.Array) ->
 
 def _normed(w: LayerWeights, k: Knobs, hidden: jax.Array) -> jax.Array:
     inner = jnp.where(k.double_norm, rms(hidden, w.norm_embed, w.eps), hidden)
-    return rms(inner, w.norm_hidden, w.eps)
+    return jnp.where(w.hidden_norm, rms(inner, w.norm_hidden, w.eps), inner)
+
+
+def _head_norm(w: LayerWeights, weight: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(w.qk_norm, rms(x, weight[None], w.eps), x)
 
 
 def _linear(w: LayerWeights, name: str, x: jax.Array) -> jax.Array:
@@ -200,7 +209,7 @@ def _turn(k: Knobs, x: jax.Array, position: jax.Array) -> jax.Array:
         jnp.minimum(position, k.clamp).astype(jnp.float32)[:, None, None] * k.frequency[None, None]
     )
     first, second = jnp.split(x[..., k.pairs], 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle) * k.amplitude, jnp.sin(angle) * k.amplitude
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
@@ -209,14 +218,15 @@ def keys_values(
 ) -> tuple[jax.Array, jax.Array]:
     """What rows leave in the cache, [rows, K, H] each."""
     x = _input(w, k, embedded, hidden)
-    key = _linear(w, "k", x).reshape(len(x), -1, H)
+    key = _head_norm(w, w.k_norm, _linear(w, "k", x).reshape(len(x), -1, H))
     return _turn(k, key, position), _linear(w, "v", x).reshape(len(x), -1, H)
 
 
 def queries(w: LayerWeights, k: Knobs, H: int, embedded, hidden, position) -> jax.Array:
     """[rows, N, H]."""
     x = _input(w, k, embedded, hidden)
-    return _turn(k, _linear(w, "q", x).reshape(len(x), -1, H), position)
+    query = _head_norm(w, w.q_norm, _linear(w, "q", x).reshape(len(x), -1, H))
+    return _turn(k, query, position)
 
 
 def attend_chain(

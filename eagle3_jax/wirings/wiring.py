@@ -86,6 +86,7 @@ def configured(config: DraftConfig, boundaries: tuple[Boundary, ...]) -> Wiring:
         final_norm=config.final_norm,
         feedback=config.feedback,
         rope=config.rope,
+        window=config.windows[0] if config.windows else None,
     )
 
 
