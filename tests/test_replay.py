@@ -100,8 +100,19 @@ def test_a_wrong_wiring_does_not(name, plain):
 TREES = [TreeConfig(5, 4, 16), TreeConfig(3, 8, 24), TreeConfig(4, 3, 30), TreeConfig(1, 8, 9)]
 
 
-@pytest.mark.parametrize("attention", ["ancestors", "beam_slots"])
-@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize(
+    ("tree", "attention"),
+    [
+        pytest.param(
+            tree,
+            attention,
+            id=f"{tree}-{attention}",
+            marks=[] if (i + j) % 2 else [pytest.mark.exhaustive],
+        )
+        for i, tree in enumerate(TREES)
+        for j, attention in enumerate(("ancestors", "beam_slots"))
+    ],
+)
 def test_trees_give_their_script(tree, attention):
     made = make(
         [Request(script=(4, 1, 0, 3, 5, 2)), Request(tokens=200)],
@@ -154,7 +165,9 @@ def test_any_start_not_only_the_script_s(plain):
     assert off_script < len(found.rounds)
 
 
-@pytest.mark.parametrize(("chunk", "capacity"), [(32, 128), (256, 4096)])
+@pytest.mark.parametrize(
+    ("chunk", "capacity"), [pytest.param(32, 128, marks=pytest.mark.exhaustive), (256, 4096)]
+)
 def test_how_rows_are_packed_changes_nothing(chunk, capacity):
     """One long sequence and short ones, alone or side by side, in calls of any size."""
     requests = [Request(tokens=n, prompt_length=n // 2) for n in (40, 31, 90, 500, 33)]
