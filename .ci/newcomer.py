@@ -25,9 +25,10 @@ PROMISED = {
     "eagle3 speculate": "same text: yes",
     "eagle3 replay": "3/4/8",
     "eagle3 doctor": "",
+    "eagle3 crosscheck": "equal",
 }
 QUESTIONS = ("What is the capital of France?", "Write a haiku about rain.", "What is 17 plus 28?")
-WRITTEN = ("draft-jax", "R.record")
+WRITTEN = ("draft-jax", "R.record", "tiny-jax")
 
 
 def commands(text: str) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from convert import from_torch
 from eagle3_jax import generate_command
 from eagle3_jax.command import Parser, keep_programs, run_command
+from eagle3_jax.crosscheck import command as crosscheck_command
 from eagle3_jax.records import command as record_command
 from eagle3_jax.replays import command as replay_command
 from eagle3_jax.reports import command as report_command
@@ -39,5 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     record_command.add_parser(commands)
     replay_command.add_parser(commands)
     doctor_command.add_parser(commands)
+    crosscheck_command.add_parser(commands)
     report_command.add_parser(commands)
     return run_command(parser, lambda args: args.run(args), argv)

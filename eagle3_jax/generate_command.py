@@ -19,6 +19,7 @@ from eagle3_jax.command import check_writable, say, stop_ids
 from eagle3_jax.comparison import Compared
 from eagle3_jax.config import DTYPES, TargetConfig, TreeConfig
 from eagle3_jax.driver import Job, Outcome, drive
+from eagle3_jax.engine_rules import ENGINES
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.generate_report import Report, progress
 from eagle3_jax.hub import model_folder
@@ -42,7 +43,7 @@ def add_speculate_arguments(parser: argparse.ArgumentParser):
     add("--topk", type=int, default=1, metavar="N", help="branches a level; 1 is a chain (1)")
     add("--num-draft-tokens", type=int, metavar="N", help="nodes verified a round, root included")
     add("--draft-attention", choices=DRAFT_ATTENTIONS, help="what a drafted row sees")
-    add("--as-engine", metavar="NAME", help="run the draft as sglang-0.5.23 would")
+    add("--as-engine", metavar="NAME", help=f"as one would: {', '.join(ENGINES)}")
     _add_shared(parser)
     add("--compare", action="store_true", help="also decode without the draft, side by side")
     parser.set_defaults(run=run)

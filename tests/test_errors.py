@@ -151,6 +151,12 @@ def _taken(scene: Scene) -> list[str]:
     return ["record", "make", "--target", str(scene.target), "--ids", ids, *more]
 
 
+def _crosscheck(scene: Scene) -> list[str]:
+    scene.speculate()  # writes ids.json
+    pair = ["--target", str(scene.target), "--draft", str(scene.converted)]
+    return ["crosscheck", str(scene.root / "ids.json"), *pair]
+
+
 def _page(scene: Scene) -> list[str]:
     scene.speculate()  # writes ids.json
     return ["report", str(scene.root / "ids.json"), "--out", str(scene.root / "page.html")]
@@ -316,6 +322,12 @@ CASES = [
         lambda s: _replay(s, _record(s), "--tree", "3,x"),
         "USAGE",
         "`--tree NUM_STEPS,TOPK[,NUM_DRAFT_TOKENS]`",
+    ),
+    Case(
+        "results that are none",
+        _crosscheck,
+        "CROSSCHECK",
+        "give what `/generate` answered, a dump, a trace or a record",
     ),
     Case("a page on what is no trace", _page, "TRACE", "give what `--trace` wrote"),
     Case(

@@ -44,13 +44,13 @@ def read_dumps(folder: Path, described: Described) -> Iterator[RecordSequence]:
     Raises:
       RecordError: no such folder, two ranks, missing tensors, a gap in a request's positions.
     """
-    steps = _steps(folder)
+    steps = steps_of(folder)
     drafted = any(FUSED in names for names in steps.values())
     slots = len(described.slots())
     running: dict[int, _Request] = {}
     done: list[_Request] = []
     for number, names in sorted(steps.items()):
-        step = _Step(number, names, folder, slots, described.hidden_size)
+        step = Step(number, names, folder, slots, described.hidden_size)
         for pool, rows, length in step.requests():
             position = int(step.positions[rows][0])
             begins = step.is_prefill(rows, length) and not step.is_extend
@@ -86,8 +86,8 @@ def dumped_tree(folder: Path) -> dict[str, int]:
     topk is then the rows below the root.
     """
     passes, topk, extended = 0, 0, False
-    for number, names in sorted(_steps(folder).items()):
-        step = _Step(number, names, folder, 0, None)
+    for number, names in sorted(steps_of(folder).items()):
+        step = Step(number, names, folder, 0, None)
         if step.is_extend:
             passes, topk, extended = 0, 0, True
             continue
@@ -106,18 +106,18 @@ def dumped_tree(folder: Path) -> dict[str, int]:
     return {}
 
 
-class _Step:
+class Step:
     """The tensors of one forward pass, read when needed."""
 
     def __init__(
         self, number: int, names: dict[str, Path], folder: Path, slots: int, width: int | None
     ):
         self.where = f"{folder}, step {number}"
-        self._names, self._slots, self._width = names, slots, width
+        self.names, self._slots, self._width = names, slots, width
         self.is_extend = FUSED in names
         self.is_target = any(name.startswith(CAPTURED) for name in names)
-        self.ids, self.positions = self._read("input_ids"), self._read("positions")
-        self.lengths, self.pools = self._read("seq_lens"), self._read("req_pool_indices")
+        self.ids, self.positions = self.read("input_ids"), self.read("positions")
+        self.lengths, self.pools = self.read("seq_lens"), self.read("req_pool_indices")
 
     def requests(self) -> Iterator[tuple[int, slice, int]]:
         """Pool index, rows and `seq_lens` of each request of the batch.
@@ -152,24 +152,25 @@ class _Step:
     def states(self, rows: slice) -> np.ndarray:
         """[r, A, E] of some rows."""
         if self.is_extend:
-            states = self._read(FUSED)
+            states = self.read(FUSED)
         else:
-            count = sum(name.startswith(CAPTURED) for name in self._names)
+            count = sum(name.startswith(CAPTURED) for name in self.names)
             if not count:
                 raise RecordError(
                     f"{self.where}: no target states: neither {FUSED} nor {CAPTURED}N"
                 )
-            states = np.stack([self._read(f"{CAPTURED}{i}") for i in range(count)], axis=1)
+            states = np.stack([self.read(f"{CAPTURED}{i}") for i in range(count)], axis=1)
         return fold(states, self._slots, self.where, self._width)[rows]
 
-    def _read(self, name: str) -> np.ndarray:
-        if name not in self._names:
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, by the name it was dumped under."""
+        if name not in self.names:
             raise RecordError(f"{self.where}: no {name!r} was dumped")
-        file = self._names[name]
+        file = self.names[name]
         return to_numpy(load_dict(file).get("value"), f"{file}: value")
 
 
-def _take_drafted(request: _Request, step: _Step, rows: slice, length: int):
+def _take_drafted(request: _Request, step: Step, rows: slice, length: int):
     ids, positions = step.ids[rows], step.positions[rows]
     if step.is_target and step.is_prefill(rows, length):
         request.tokens |= dict(zip(positions.tolist(), ids.tolist(), strict=True))
@@ -206,7 +207,7 @@ def _append(request: _Request, following: np.ndarray, positions: np.ndarray, sta
     request.tokens |= dict(after)
 
 
-def _take(request: _Request, step: _Step, rows: slice):
+def _take(request: _Request, step: Step, rows: slice):
     positions = step.positions[rows].tolist()
     request.states.append(step.states(rows))
     request.positions += positions
@@ -235,7 +236,12 @@ def _finished(request: _Request, where: str, number: int, described: Described) 
     )
 
 
-def _steps(folder: Path) -> dict[int, dict[str, Path]]:
+def steps_of(folder: Path) -> dict[int, dict[str, Path]]:
+    """Files of one rank by step and tensor name.
+
+    Raises:
+      RecordError: no such folder, no dumped files, several ranks.
+    """
     if not folder.is_dir():
         raise RecordError(f"{folder}: no such folder")
     steps: dict[int, dict[str, Path]] = {}

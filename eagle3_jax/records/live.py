@@ -54,6 +54,8 @@ class Server:
                     raise RecordError(
                         f"{request.full_url}: an answer over {MAX_ANSWER_BYTES} bytes"
                     )
+                if answer.length:  # the connection ended before all that was promised
+                    raise http.client.IncompleteRead(text, answer.length)
                 return json.loads(text)
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {_reason(error)}"

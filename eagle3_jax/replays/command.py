@@ -13,6 +13,7 @@ from eagle3_jax import record as record_module
 from eagle3_jax.checkpoint import load_draft, manifest_config, read_manifest
 from eagle3_jax.command import check_writable, finite, say, tree_triple
 from eagle3_jax.config import DTYPES, TreeConfig
+from eagle3_jax.engine_rules import ENGINES
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.hub import model_folder
 from eagle3_jax.record import Record
@@ -49,7 +50,7 @@ def add_parser(subparsers: Any):
     trees.add_argument("--sweep", action="store_true", help="chains and trees of usual sizes")
     add("--mode", choices=MODES, default="free", help="own rounds, or the engine's starts (free)")
     add("--draft-attention", choices=DRAFT_ATTENTIONS, help="what a drafted row sees")
-    add("--as-engine", metavar="NAME", help="run the draft as sglang-0.5.23 would")
+    add("--as-engine", metavar="NAME", help=f"as one would: {', '.join(ENGINES)}")
     add("--keep-draft-kv", action="store_true", help="never rebuild draft KV from target states")
     add(
         "--temperature",

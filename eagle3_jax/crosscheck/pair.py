@@ -1,0 +1,313 @@
+"""Two engine runs side by side, without any model: the first place where they part."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax.comparison import NEAR_TIE, first_difference
+from eagle3_jax.crosscheck.counts import COUNTED
+from eagle3_jax.crosscheck.metrics import distance
+from eagle3_jax.crosscheck.noise import Noise, measure
+from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, sentence
+from eagle3_jax.crosscheck.rounds import Context, Seen, compare_round
+from eagle3_jax.crosscheck.stats import impossible
+from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
+
+SETTINGS = ("engine", "version", "dtype", "page_size", "tp_size", "target", "draft")
+
+
+def compare_runs(run: EngineRun, other: EngineRun, *, dtype: str | None = None) -> Result:
+    """An engine's run beside another of the same prompts: batch 1 against n, versions, page sizes.
+
+    Args:
+      run: the one under suspicion. other: what it should equal.
+      dtype: of the engines, None for what they say, else float32.
+
+    Raises:
+      CrosscheckError: no prompt is in both.
+    """
+    pairs, notes = _matched(run, other)
+    notes += [*run.notes, *other.notes, *_changed(run, other)]
+    stated = dtype or other.settings.dtype or run.settings.dtype
+    if stated is None:
+        notes.append("neither says its dtype: bounds of float32")
+    noise = _noise(pairs, stated or "float32")
+    found: list[Divergence] = []
+    ties: list[Tie] = []
+    lines: list[Line] = []
+    undecided: list[str] = []
+    for i, (a, b) in enumerate(pairs):
+        faults, tied, line, open_ = _request(i, a, b, run, other, noise)
+        found += faults
+        ties += tied
+        lines.append(line)
+        undecided += open_
+    found.sort(key=lambda d: (d.order, d.request))
+    first = found[0] if found else None
+    kind: Kind = "equal up to ties" if ties else "equal"
+    why = f"{len(pairs)} requests in both"
+    if first is not None:
+        kind = first.kind
+    elif undecided:
+        kind, why = "not decidable", undecided[0]
+    return Result(
+        kind=kind,
+        verdict=sentence(kind, first, why),
+        first=first,
+        others=found[1:],
+        ties=ties,
+        lines=lines,
+        notes=list(dict.fromkeys([*notes, *undecided])),
+        noise=noise.json(),
+        settings={name: [getattr(r.settings, name) for r in (run, other)] for name in SETTINGS},
+    )
+
+
+def _matched(
+    run: EngineRun, other: EngineRun
+) -> tuple[list[tuple[EngineRequest, EngineRequest]], list[str]]:
+    left = list(other.requests)
+    pairs, missing = [], 0
+    for request in run.requests:
+        own = next((r for r in left if r.prompt == request.prompt), None)
+        if own is None:
+            missing += 1
+            continue
+        left.remove(own)
+        pairs.append((request, own))
+    if not pairs:
+        raise CrosscheckError(f"{run.source} and {other.source} have no prompt in common")
+    notes = [f"{missing} requests of {run.source} are not in the other"] if missing else []
+    if left:
+        notes.append(f"{len(left)} requests of {other.source} are not in the other")
+    return pairs, notes
+
+
+def _changed(run: EngineRun, other: EngineRun) -> list[str]:
+    found = []
+    for name in (*SETTINGS, "tree"):
+        a, b = getattr(run.settings, name), getattr(other.settings, name)
+        if a != b and a is not None and b is not None:
+            found.append(f"{name}: {a} beside {b}")
+    return found
+
+
+def _noise(pairs: Sequence[tuple[EngineRequest, EngineRequest]], dtype: str) -> Noise:
+    """From logprobs where both wrote the same tokens after the same text."""
+    off = []
+    for a, b in pairs:
+        at = first_difference(a.output, b.output)
+        upto = len(a.output) if at is None else at
+        if a.output_logprobs is not None and b.output_logprobs is not None and upto:
+            off.append(a.output_logprobs[:upto] - b.output_logprobs[:upto])
+    return measure(dtype, off, how="logprobs of both at tokens they agree on" if off else "")
+
+
+def _request(
+    number: int,
+    a: EngineRequest,
+    b: EngineRequest,
+    run: EngineRun,
+    other: EngineRun,
+    noise: Noise,
+) -> tuple[list[Divergence], list[Tie], Line, list[str]]:
+    faults: list[Divergence] = []
+    ties: list[Tie] = []
+    undecided: list[str] = []
+    at = first_difference(a.output, b.output)
+    did = ["tokens"] if a.output or b.output else []
+    if at is not None:
+        gap = _gap(a, b, at)
+        shown = [r.output[at] if at < len(r.output) else "the end" for r in (a, b)]
+        where = f"token {at} is {shown[0]}, in the other {shown[1]}"
+        ended = "the end" in shown
+        if ended:
+            faults.append(_token(number, at, f"{where}: one text is shorter", "LOSSLESS_LENGTH"))
+        elif gap is None:
+            undecided.append(
+                f"request {number}: {where}, without logprobs of both tokens no tie can be told: "
+                "record with top logprobs, or compare with --target"
+            )
+        elif noise.tied(gap):
+            ties.append(Tie(number, f"{where}: near tie", abs(gap), noise.logit, position=at))
+        else:
+            detail = f"{where}; their logprobs are {abs(gap):.3g} apart: no near tie"
+            faults.append(_token(number, at, detail, "LOSSLESS_LOGIC_ERROR"))
+    same = at is None
+    faults += _values(number, a, b, len(a.output) if same else at or 0, noise, did)
+    if a.rounds and b.rounds:
+        did.append("rounds")
+        faults += _rounds(number, a, b, run, other, noise, ties)
+    known = [n for n in COUNTED if n in a.stats and n in b.stats]
+    if known:
+        did.append("statistics")
+        faults += _statistics(number, a, b, known, run, same)
+    line = Line(
+        name=a.name,
+        tokens=len(a.output),
+        equal_until=len(a.output) if at is None else at,
+        rounds=(_count(a), _count(b)),
+        accept_length=(a.stats.get("spec_accept_length"), b.stats.get("spec_accept_length")),
+        checked=tuple(did),
+    )
+    return faults, ties, line, undecided
+
+
+def _values(
+    number: int, a: EngineRequest, b: EngineRequest, upto: int, noise: Noise, did: list[str]
+) -> list[Divergence]:
+    """Logprobs and states of the text that both share."""
+    found = []
+    cap = NEAR_TIE[noise.dtype]
+    if a.output_logprobs is not None and b.output_logprobs is not None:
+        off = np.abs(a.output_logprobs[:upto] - b.output_logprobs[:upto])
+        far = np.flatnonzero(~(off <= cap))
+        if len(far):
+            i = int(far[0])
+            found.append(
+                Divergence(
+                    kind="target differs",
+                    request=number,
+                    position=i,
+                    tensor="output_logprobs",
+                    detail=f"the logprob of token {i} is {a.output_logprobs[i]:.6g}, in the other "
+                    f"{b.output_logprobs[i]:.6g}",
+                    order=(10**5, i),
+                )
+            )
+    if a.aux is None or b.aux is None or a.aux.shape[1:] != b.aux.shape[1:]:
+        return found
+    did.append("states")
+    for position in range(max(a.first, b.first), len(a.prompt) + max(upto, 1) - 1):
+        rows = a.aux[position - a.first], b.aux[position - b.first]
+        apart = distance(*rows)
+        if not noise.same(apart.rel_l2, apart.finite):
+            detail = f"the state of position {position} is another: {apart}"
+            found.append(
+                Divergence(
+                    kind="target differs",
+                    request=number,
+                    node=position,
+                    tensor="states",
+                    distance=apart,
+                    detail=detail,
+                    order=(10**5, position - len(a.prompt)),
+                )
+            )
+            break
+    return found
+
+
+def _count(request: EngineRequest) -> int | None:
+    found = request.stats.get("spec_verify_ct")
+    return len(request.rounds) if found is None and request.rounds else found
+
+
+def _token(number: int, at: int, detail: str, code: str) -> Divergence:
+    return Divergence(
+        kind="target differs",
+        request=number,
+        position=at,
+        tensor="output_ids",
+        detail=detail,
+        code=code,
+        order=(10**5, at),
+    )
+
+
+def _gap(a: EngineRequest, b: EngineRequest, at: int) -> float | None:
+    """How far apart the two tokens are in either run's own logprobs, the smaller."""
+    gaps = []
+    for mine, theirs in ((a, b), (b, a)):
+        if at >= len(mine.output) or at >= len(theirs.output):
+            return None
+        if mine.output_top is None or at >= len(mine.output_top):
+            continue
+        listed = dict(mine.output_top[at])
+        if mine.output[at] in listed and theirs.output[at] in listed:
+            gaps.append(listed[mine.output[at]] - listed[theirs.output[at]])
+        elif mine.output[at] in listed and listed:
+            gaps.append(listed[mine.output[at]] - min(listed.values()))
+    return min(gaps, key=abs) if gaps else None
+
+
+def _rounds(
+    number: int,
+    a: EngineRequest,
+    b: EngineRequest,
+    run: EngineRun,
+    other: EngineRun,
+    noise: Noise,
+    ties: list[Tie],
+) -> list[Divergence]:
+    """Round by round from the same starts; what follows another text is not compared."""
+    tree = run.settings.tree or other.settings.tree
+    seen = Seen()
+    starts = {r.length: r for r in b.rounds or ()}
+    for theirs in a.rounds or ():
+        mine = starts.get(theirs.length)
+        upto = theirs.length - len(a.prompt) + 1
+        if mine is None or a.output[:upto] != b.output[:upto]:
+            continue
+        context = Context(number, tree.topk if tree else None, None, None)
+        fault = compare_round(theirs, mine, noise, context, seen)
+        if fault is not None:
+            return [_named(fault, theirs.tensors, run, other)]
+    ties += seen.ties
+    return []
+
+
+def _named(
+    fault: Divergence, tensors: dict[str, np.ndarray], run: EngineRun, other: EngineRun
+) -> Divergence:
+    """What two runs alone can say: whose page size differs, which branch and positions."""
+    name = fault.tensor or ""
+    pages = run.settings.page_size, other.settings.page_size
+    if name.startswith(("draft_hidden", "draft_logits", "draft_tokens", "draft_input")):
+        level = name.split(".")[-1]
+        positions = tensors.get(f"draft_positions.{level}")
+        branch = fault.node
+        if branch is None or positions is None:
+            return fault
+        spot = f"branch {branch} at position {np.asarray(positions).reshape(-1)[branch]}"
+        if pages[0] != pages[1] and None not in pages:
+            return dataclasses.replace(
+                fault,
+                code="TREE_PAGED_COPY",
+                cause=f"{spot}, page size {pages[0]} beside {pages[1]}: branches that share a page "
+                "need a copy of it",
+            )
+        return dataclasses.replace(fault, cause=spot)
+    return fault
+
+
+def _statistics(
+    number: int,
+    a: EngineRequest,
+    b: EngineRequest,
+    known: Sequence[str],
+    run: EngineRun,
+    same: bool,
+) -> list[Divergence]:
+    common: dict[str, Any] = {"kind": "statistics differ", "request": number, "order": (10**6, 0)}
+    tree = run.settings.tree
+    wrong = impossible(
+        a.stats,
+        nodes=tree.num_draft_tokens if tree else None,
+        steps=tree.num_steps if tree else None,
+        output=len(a.output),
+    )
+    if wrong:
+        code, cause = "METRIC_INVARIANT", "the engine's own numbers contradict each other"
+        return [Divergence(tensor="statistics", detail=wrong[0], code=code, cause=cause, **common)]
+    if not same:
+        return []
+    for name in known:
+        if a.stats[name] != b.stats[name]:
+            more, less = a.stats.get("spec_verify_ct", 0), b.stats.get("spec_verify_ct", 0)
+            word = "accepts less" if more > less else "accepts more" if more < less else "differs"
+            detail = f"{name} is {a.stats[name]}, in the other {b.stats[name]}: it {word}"
+            return [Divergence(tensor=name, detail=detail, **common)]
+    return []
