@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,6 +134,12 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def note(lines: Iterable[str]):
+    """Tells on stderr what the user should know though it worked."""
+    for line in lines:
+        print(f"note: {line}", file=sys.stderr)
 
 
 def say(text: str):

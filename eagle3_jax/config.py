@@ -56,7 +56,13 @@ def whole_number(value: Any, what: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """A decoder-only target, sizes as its tensors have them."""
+    """A decoder-only target, sizes as its tensors have them.
+
+    Attributes:
+      architecture: the class config.json names, a vision wrapper's too.
+      qk_norm: see `AttentionConfig`. windows: positions each layer sees, None for all before it; an
+        empty tuple where no layer has a window.
+    """
 
     architecture: str
     hidden_size: int
@@ -75,6 +81,8 @@ class TargetConfig:
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self):
         check_positive(
@@ -88,16 +96,18 @@ class TargetConfig:
             "vocab_size",
             "max_position_embeddings",
         )
-        self.attention  # noqa: B018  (validates the head counts)
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        for layer in range(max(len(self.windows), 1)):
+            self.attention(layer)  # validates head counts and window
 
     @property
     def cache_width(self) -> int:
         """Values one slot of one layer's cache holds."""
         return 2 * self.num_kv_heads * self.head_dim
 
-    @property
-    def attention(self) -> AttentionConfig:
-        """The sizes of each block's attention."""
+    def attention(self, layer: int = 0) -> AttentionConfig:
+        """The sizes of one block's attention; only the window differs from block to block."""
         return AttentionConfig(
             self.hidden_size,
             self.hidden_size,
@@ -106,6 +116,9 @@ class TargetConfig:
             self.head_dim,
             self.qkv_bias,
             self.output_bias,
+            self.qk_norm,
+            self.rms_norm_eps,
+            self.windows[layer] if self.windows else None,
         )
 
 

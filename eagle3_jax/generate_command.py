@@ -15,7 +15,7 @@ from rich.console import Console
 
 from eagle3_jax import prompts as prompts_module
 from eagle3_jax.checkpoint import MANIFEST, load_draft, read_manifest
-from eagle3_jax.command import check_writable, say, stop_ids
+from eagle3_jax.command import check_writable, note, say, stop_ids
 from eagle3_jax.comparison import Compared
 from eagle3_jax.config import DTYPES, TargetConfig, TreeConfig
 from eagle3_jax.driver import Job, Outcome, drive
@@ -156,6 +156,7 @@ class _Command:
         self.tokenizer = _tokenizer(self.prompts, folder)
         self.ids = prompts_module.encode(self.prompts, self.tokenizer, args.raw)
         target = load_target(folder, dtype=args.dtype)
+        note(target.folder.notes)
         config: TargetConfig = target.config
         prompts_module.check_sizes(self.prompts, self.ids, config, args.max_new_tokens)
         stop = config.eos_token_ids if args.stop is None else args.stop

@@ -19,6 +19,7 @@ class Folder:
     """Where a model came from. All compare equal, so that jit does not compile once a path."""
 
     path: Path | None = None
+    notes: tuple[str, ...] = ()  # what the user should know though it loaded
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder)

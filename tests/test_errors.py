@@ -157,6 +157,11 @@ def _crosscheck(scene: Scene) -> list[str]:
     return ["crosscheck", str(scene.root / "ids.json"), *pair]
 
 
+def _other_family(scene: Scene) -> list[str]:
+    scene.edit_config(scene.target, architectures=["GptOssForCausalLM"])
+    return scene.speculate()
+
+
 def _page(scene: Scene) -> list[str]:
     scene.speculate()  # writes ids.json
     return ["report", str(scene.root / "ids.json"), "--out", str(scene.root / "page.html")]
@@ -328,6 +333,12 @@ CASES = [
         _crosscheck,
         "CROSSCHECK",
         "give what `/generate` answered, a dump, a trace or a record",
+    ),
+    Case(
+        "a target of another family",
+        _other_family,
+        "CONFIG_INVALID",
+        "record its states in your engine: `eagle3 record recipe`, then replay and doctor",
     ),
     Case("a page on what is no trace", _page, "TRACE", "give what `--trace` wrote"),
     Case(

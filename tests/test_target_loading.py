@@ -228,11 +228,12 @@ def test_eos(tmp_path, config, generation, expected):
     assert e3.load_target(tmp_path).config.eos_token_ids == expected
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
 BAD_CONFIGS = {
     "architecture": (
-        {"architectures": ["Qwen3ForCausalLM"]},
-        "architectures is ['Qwen3ForCausalLM'], supported as a target: LlamaForCausalLM",
+        {"architectures": ["GptOssForCausalLM"]},
+        "architectures is ['GptOssForCausalLM'], supported as a target: LlamaForCausalLM, "
+        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM; replay and doctor need no",
     ),
     "no architecture": ({"architectures": None}, "architectures is None"),
     "architecture of another type": ({"architectures": 7}, "architectures is 7"),
@@ -263,13 +264,16 @@ BAD_CONFIGS = {
     ),
     "scaled": ({"embedding_multiplier": 12}, "embedding_multiplier is 12, which Llama"),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
-    "yarn": (
-        {"rope_scaling": YARN},
-        "rope_scaling asks for 'yarn' rope, supported are default and llama3",
+    "dynamic": (
+        {"rope_scaling": DYNAMIC},
+        "the rope is of kind dynamic, whose base depends on how many rows a call has; supported",
     ),
-    "yarn, new keys": (
-        {"rope_theta": REMOVED, "rope_parameters": YARN | {"rope_theta": 500.0}},
-        "rope_parameters asks for 'yarn' rope, supported are default and llama3",
+    "longrope, new keys": (
+        {
+            "rope_theta": REMOVED,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0, "factor": 2.0},
+        },
+        "rope_parameters asks for 'longrope' rope, supported are default",
     ),
     "two bases": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}},

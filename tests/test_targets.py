@@ -1,4 +1,4 @@
-"""A Llama target computes what transformers computes from the same folder.
+"""A target computes what transformers computes from the same folder.
 
 transformers runs every sequence, and every root-to-leaf path of a tree, alone, without a cache and
 without padding.
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tree_paths import bits, path_to
 
 import eagle3_jax as e3
 from eagle3_jax.layers import Rows
@@ -24,7 +25,14 @@ LENGTHS = (1, 11, 40)
 SHALLOW = {"num_hidden_layers": 2}
 THETA_70 = {"rope_parameters": {"rope_type": "default", "rope_theta": 70.0}}
 LLAMA3 = {"rope_parameters": ref.LLAMA3}
-VARIANTS: dict[str, dict] = {
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMAS: dict[str, dict] = {
     "gqa": {},
     "tied": {**SHALLOW, **THETA_70, "tie_word_embeddings": True},
     "attention_bias": {**SHALLOW, "attention_bias": True, "max_shard_size": "20KB"},
@@ -43,6 +51,41 @@ VARIANTS: dict[str, dict] = {
         **LLAMA3,
     },
 }
+RELATIVES: dict[str, dict] = {
+    "mistral": {**SHALLOW, "family": "mistral", "sliding_window": 7, "head_dim": 12},
+    "qwen2": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        **SHALLOW,
+        "family": "qwen3",
+        "head_dim": 12,
+        "num_key_value_heads": 4,
+        "rope_parameters": YARN,
+        "edit": ref.old_rope_keys,
+    },
+    "qwen3_mixed": {
+        "family": "qwen3",
+        "head_dim": 10,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": KINDS,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+        "max_shard_size": "10KB",
+    },
+}
+VARIANTS = LLAMAS | RELATIVES
+SLIDING = ("mistral", "qwen2", "qwen3_mixed")
+
+
+def exhaustive(*values):
+    """A case that the others, or the recorded ones of test_target_families.py, already show."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "boundaries"))
@@ -101,7 +144,7 @@ def compare(ours, our_rows, theirs, their_rows, tolerance: float):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Callable:
     """`folders(variant, seed)` saves a model once."""
-    root = tmp_path_factory.mktemp("llamas")
+    root = tmp_path_factory.mktemp("targets")
 
     @functools.cache
     def make(variant: str, seed: int):
@@ -112,21 +155,6 @@ def folders(tmp_path_factory) -> Callable:
 
 def draw(rng: np.random.Generator, *lengths: int) -> list[list[int]]:
     return [rng.integers(0, ref.BASE["vocab_size"], n).tolist() for n in lengths]
-
-
-def bits(parents: list[int], words: int) -> np.ndarray:
-    """[N, words] uint32: each node's own bit and its parent's row; parents[0] is -1."""
-    rows: list[int] = []
-    for node, parent in enumerate(parents):
-        rows.append((rows[parent] if node else 0) | 1 << node)
-    return np.array([[row >> 32 * w & 0xFFFFFFFF for w in range(words)] for row in rows], np.uint32)
-
-
-def path_to(parents: list[int], node: int) -> list[int]:
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
 
 
 class RaggedBatch:
@@ -178,8 +206,14 @@ class RaggedBatch:
         self.session.cache = self.session.cache.keep(jnp.asarray(kept, jnp.int32), start)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "seed"),
+    [
+        *((v, s) for v in LLAMAS for s in range(3)),
+        ("qwen3", 0),
+        *(exhaustive(v, 0) for v in SLIDING),
+    ],
+)
 def test_prefill_and_cached_decode(folders, variant, seed):
     batch = RaggedBatch(folders(variant, seed), seed, "float32", 1e-4)
     batch.prefill()
@@ -187,10 +221,16 @@ def test_prefill_and_cached_decode(folders, variant, seed):
         batch.extend(1)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mixed"])
+@pytest.mark.parametrize(
+    "variant",
+    ["gqa", "mixed", "qwen3_mixed", *map(exhaustive, ("mistral", "qwen2", "qwen3"))],
+)
 def test_trees_through_the_cache(folders, variant):
-    """40 nodes take two words of ancestors; the first sequence's tree is a chain of 40."""
-    for seed in range(2):
+    """40 nodes take two words of ancestors; the first sequence's tree is a chain of 40.
+
+    Every window is shorter than that chain and than most of the trees' paths with what they follow.
+    """
+    for seed in range(2 if variant in LLAMAS else 1):
         batch = RaggedBatch(folders(variant, seed), seed, "float32", 1e-4)
         batch.prefill()
         for _ in range(2):
@@ -199,7 +239,9 @@ def test_trees_through_the_cache(folders, variant):
         batch.extend(7)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mixed"])
+@pytest.mark.parametrize(
+    "variant", ["gqa", "mixed", "mistral", "qwen2", "qwen3_mixed", exhaustive("qwen3")]
+)
 def test_float64_is_exact(folders, variant):
     with jax.enable_x64(True), ref.float64():
         batch = RaggedBatch(folders(variant, 2), 2, "float64", 1e-9)
@@ -208,10 +250,11 @@ def test_float64_is_exact(folders, variant):
         batch.extend(1)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("variant", ["gqa", "mixed"])
+@pytest.mark.parametrize(
+    ("variant", "seed"), [*((v, s) for v in ("gqa", "mixed") for s in range(3)), ("qwen3", 0)]
+)
 def test_one_sequence(folders, variant, seed):
-    """Positions past llama3's original 64; a batch of one writes its cache in another way."""
+    """Positions past llama3's original 64, yarn's 32; a cache of one is written in another way."""
     rng = np.random.default_rng(seed)
     folder = folders(variant, seed)
     (sequence,) = draw(rng, 100)
@@ -254,7 +297,50 @@ def test_boundaries_come_in_the_order_asked(folders):
     assert none.shape == (1, 5, 0, 32)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mixed"])
+@pytest.mark.parametrize("variant", SLIDING)
+def test_transformers_slides_its_window(folders, tmp_path, variant):
+    """Else the tests above would hold for a target without any: rows past the window differ."""
+    folder = folders(variant, 0)
+    raw = json.loads((folder / "config.json").read_text())
+    window = raw["sliding_window"]
+    (sequence,) = draw(np.random.default_rng(0), 40)
+    with_window = ref.run(ref.load(folder), sequence).values["logits"]
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw |= {key: None for key in ("sliding_window", "layer_types") if key in raw}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    without = ref.run(ref.load(tmp_path), sequence).values["logits"]
+    differs = np.abs(with_window - without).max(axis=1) > 1e-3
+    assert not differs[:window].any()
+    assert differs[window:].all()
+    target = e3.load_target(folder)
+    assert set(target.config.windows) <= {None, window}
+    assert e3.load_target(tmp_path).config.windows == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        exhaustive("mistral3", {"sliding_window": 6}),
+        ("qwen2_5_vl", {"rope_parameters": ref.MROPE}),
+        exhaustive(
+            "qwen3_vl", {"head_dim": 8, "rope_parameters": ref.MROPE | {"mrope_interleaved": True}}
+        ),
+    ],
+)
+def test_the_text_part_of_a_vision_model(tmp_path, family, changes):
+    """transformers runs the whole model on text alone."""
+    ref.save(tmp_path, 0, family=family, **SHALLOW, **changes)
+    batch = RaggedBatch(tmp_path, 0, "float32", 1e-4)
+    batch.prefill()
+    batch.extend(1)
+    batch.tree(9)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["gqa", "mixed", "qwen3_mixed", *map(exhaustive, ("mistral", "qwen2", "qwen3"))],
+)
 def test_bfloat16_errs_no_more_than_torch(tmp_path, variant):
     """Both bfloat16 programs against the same weights run in float64, boundary by boundary.
 
@@ -293,9 +379,19 @@ def test_bfloat16_errs_no_more_than_torch(tmp_path, variant):
                 assert rms(ours - torch.values[name]) <= 1.75 * error, name
 
 
-@pytest.mark.parametrize("variant", ["gqa", "llama3"])
-def test_generate_is_transformers_greedy(folders, variant):
-    for seed in range(3):
+@pytest.mark.parametrize(
+    ("variant", "seeds"),
+    [
+        ("gqa", (0, 1, 2)),
+        ("llama3", (0, 1, 2)),
+        exhaustive("mistral", (0,)),
+        exhaustive("qwen2", (7,)),
+        exhaustive("qwen3", (3,)),
+        ("qwen3_mixed", (5,)),
+    ],
+)
+def test_generate_is_transformers_greedy(folders, variant, seeds):
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         folder = folders(variant, seed)
         model = ref.load(folder)

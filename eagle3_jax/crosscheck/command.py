@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from eagle3_jax.checkpoint import load_draft
-from eagle3_jax.command import finite, say, stop_ids
+from eagle3_jax.command import finite, note, say, stop_ids
 from eagle3_jax.config import DTYPES, TreeConfig
 from eagle3_jax.crosscheck.compare import compare, compare_recorded
 from eagle3_jax.crosscheck.live import saved_notes
@@ -130,6 +130,7 @@ def _compared(
         if folder is None:
             return _recorded(args, engine_run, tree, dtype, engine)
         target = load_target(folder, dtype=dtype)
+        note(target.folder.notes)
         draft = None
         if args.draft is not None:
             path = model_folder(args.draft)

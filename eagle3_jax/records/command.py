@@ -12,7 +12,7 @@ from typing import Any
 from eagle3_jax import prompts as prompts_module
 from eagle3_jax import record as record_module
 from eagle3_jax.checkpoint import manifest_config, read_manifest
-from eagle3_jax.command import say
+from eagle3_jax.command import note, say
 from eagle3_jax.config import Boundary, DraftConfig
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.generate_report import progress
@@ -122,6 +122,7 @@ def _make(args: argparse.Namespace) -> int:
     ids = _prompt_ids(args, folder)
     with jax.enable_x64(True) if args.dtype == "float64" else contextlib.nullcontext():
         target = load_target(folder, dtype=args.dtype)
+        note(target.folder.notes)
         config = target.config
         prompts_module.check_sizes(_prompts(args), ids, config, args.max_new_tokens)
         if args.top_logprobs > config.vocab_size:

@@ -1,5 +1,6 @@
-"""The Llama family: RMSNorm, rotary halves, grouped-query attention, gated MLP."""
+"""Llama and its relatives: RMSNorm, rotary halves, grouped-query attention, gated MLP."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -21,60 +22,62 @@ BLOCK_NAMES = {
     "attn.k": "self_attn.k_proj",
     "attn.v": "self_attn.v_proj",
     "attn.o": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
 
 
-def checkpoint_name(name: str) -> str:
-    """Our dotted name -> the Hugging Face tensor name."""
-    top = {
-        "embed.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
-    if name in top:
-        return top[name]
-    _, index, rest = name.split(".", 2)
-    block, kind = rest.rsplit(".", 1)
-    return f"model.layers.{index}.{BLOCK_NAMES[block]}.{kind}"
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Where a folder's tensors stand: the stem of all but the head, the head, what is not text."""
+
+    stem: str = "model."
+    head: str = "lm_head.weight"
+    beside: frozenset[str] = frozenset()
+
+    def of(self, name: str) -> str:
+        """Our dotted name -> the Hugging Face tensor name."""
+        top = {
+            "embed.weight": f"{self.stem}embed_tokens.weight",
+            "norm.weight": f"{self.stem}norm.weight",
+            "lm_head.weight": self.head,
+        }
+        if name in top:
+            return top[name]
+        _, index, rest = name.split(".", 2)
+        block, kind = rest.rsplit(".", 1)
+        return f"{self.stem}layers.{index}.{BLOCK_NAMES[block]}.{kind}"
 
 
 def tensor_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor the target owns; linear weights are [out, in]."""
+    """Our name -> shape of every tensor the target owns; linear weights are [out, in]."""
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linear = {
-        "attn.q": ((query, D), config.qkv_bias),
-        "attn.k": ((key, D), config.qkv_bias),
-        "attn.v": ((key, D), config.qkv_bias),
-        "attn.o": ((D, query), config.output_bias),
-        "mlp.gate": ((F, D), config.mlp_bias),
-        "mlp.up": ((F, D), config.mlp_bias),
-        "mlp.down": ((D, F), config.mlp_bias),
-    }
     block: dict[str, tuple[int, ...]] = {"norm_in.weight": (D,), "norm_post.weight": (D,)}
-    for name, (shape, bias) in linear.items():
+    attention = config.attention().tensor_shapes()
+    block |= {f"attn.{name}": shape for name, shape in attention.items()}
+    for name, shape in {"mlp.gate": (F, D), "mlp.up": (F, D), "mlp.down": (D, F)}.items():
         block[f"{name}.weight"] = shape
-        if bias:
+        if config.mlp_bias:
             block[f"{name}.bias"] = shape[:1]
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (V, D), "norm.weight": (D,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (V, D)
     for index in range(config.num_layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in block.items()}
-    return {checkpoint_name(name): shape for name, shape in shapes.items()}
+    return shapes
 
 
 class LlamaBlock(nnx.Module):
     """`a = x + attention(norm_in(x))`, `a + mlp(norm_post(a))`."""
 
-    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TargetConfig, layer: int, *, rngs: nnx.Rngs):
         D = config.hidden_size
         self.norm_in = RMSNorm((D,), config.rms_norm_eps)
         self.norm_post = RMSNorm((D,), config.rms_norm_eps)
-        self.attn = Attention(config.attention, rngs=rngs)
+        self.attn = Attention(config.attention(layer), rngs=rngs)
         self.mlp = MLP(D, config.intermediate_size, bias=config.mlp_bias, rngs=rngs)
 
     def __call__(
@@ -87,7 +90,10 @@ class LlamaBlock(nnx.Module):
 
 
 class LlamaTarget(nnx.Module):
-    """`LlamaForCausalLM` (transformers `modeling_llama.py`), with every boundary within reach.
+    """A model of one of `families.FAMILIES`, with every boundary within reach.
+
+    They are all the same blocks; `TargetConfig` says which biases, head norms and windows they have
+    (transformers `modeling_llama.py`, `modeling_mistral.py`, `modeling_qwen2.py`, `_qwen3.py`).
 
     Layers are unrolled and hold their own weights: a scan over stacked weights copies them, which
     made a decode step of a 135M model several times slower on a CPU.
@@ -98,7 +104,9 @@ class LlamaTarget(nnx.Module):
         self.folder = Folder()
         V, D = config.vocab_size, config.hidden_size
         self.embed = Table((V, D), rngs=rngs)
-        self.layers = nnx.List([LlamaBlock(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [LlamaBlock(config, layer, rngs=rngs) for layer in range(config.num_layers)]
+        )
         self.norm = RMSNorm((D,), config.rms_norm_eps)
         self.lm_head = nnx.data(None if config.tie_word_embeddings else Table((V, D), rngs=rngs))
 
@@ -108,9 +116,10 @@ class LlamaTarget(nnx.Module):
         return self.embed.weight[...].dtype
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for all layers."""
-        c = self.config
-        return KVCache.zeros(c.num_layers, batch, slots, c.num_kv_heads, c.head_dim, self.dtype)
+        """An empty cache for all layers; with positions where one of them has a window."""
+        layers = [self.config.attention().cache_shapes] * self.config.num_layers
+        windowed = any(window is not None for window in self.config.windows)
+        return KVCache.of(layers, batch, slots, self.dtype, positions=windowed)
 
     def states(
         self, tokens: jax.Array, rows: Rows, cache: KVCache, boundaries: Sequence[Boundary] = ()
