@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from convert import from_torch
+from convert import from_torch, to_torch
 from eagle3_jax import generate_command
 from eagle3_jax.command import Parser, keep_programs, run_command
 from eagle3_jax.crosscheck import command as crosscheck_command
+from eagle3_jax.inspection import command as inspect_command
 from eagle3_jax.records import command as record_command
 from eagle3_jax.replays import command as replay_command
 from eagle3_jax.reports import command as report_command
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     from_torch.add_arguments(convert)
     convert.set_defaults(run=from_torch.run)
+    to_torch.add_parser(commands)
+    inspect_command.add_parser(commands)
     generate_command.add_speculate_arguments(
         commands.add_parser(
             "speculate", help="text with a draft", description=generate_command.SPECULATE

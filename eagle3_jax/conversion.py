@@ -85,7 +85,23 @@ def convert_draft(path: str | os.PathLike, options: Options | None = None) -> Co
         raise error.about(path) from None
 
 
-def _convert(path: Path, options: Options, findings: Findings) -> Conversion:
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A draft understood and checked, its weights not read yet; `beside`: facts of the target."""
+
+    draft: SourceDraft
+    config: DraftConfig
+    vocab: VocabMap
+    map_file: Path | None
+    beside: dict[str, Any]
+
+
+def read_draft(path: Path, options: Options, findings: Findings) -> Reading:
+    """What a checkpoint is, from its config, its tensors' shapes and its vocabulary map.
+
+    Raises:
+      ConvertError, FileError: as `convert_draft`.
+    """
     if not path.exists():
         raise ConvertError("FILE", f"{path}: no such file or folder")
     config_file = (path if path.is_dir() else path.parent) / "config.json"
@@ -102,11 +118,17 @@ def _convert(path: Path, options: Options, findings: Findings) -> Conversion:
     check_shapes(source, draft.matched, config)
     vocab, map_file = _vocabulary(draft, config, options, findings)
     beside = beside_target(draft, folder, target, findings)
+    return Reading(draft, config, vocab, map_file, beside)
+
+
+def _convert(path: Path, options: Options, findings: Findings) -> Conversion:
+    read = read_draft(path, options, findings)
+    draft, config, vocab = read.draft, read.config, read.vocab
     tensors, records = read_tensors(
-        source, draft.matched, config, vocab.targets, options.dtype, findings
+        draft.source, draft.matched, config, vocab.targets, options.dtype, findings
     )
-    manifest = conversion_manifest(draft, config, vocab, records, findings, map_file)
-    extra = {"target": beside, "options": options.given()}
+    manifest = conversion_manifest(draft, config, vocab, records, findings, read.map_file)
+    extra = {"target": read.beside, "options": options.given()}
     return Conversion(config, tensors, manifest | {k: v for k, v in extra.items() if v})
 
 

@@ -167,7 +167,9 @@ def _with_numbers(
     if kind == "llama3":
         fields |= {key: config.number(values[key]) for key in LLAMA3_KEYS if key != LENGTH}
     if kind == "yarn":
-        given = {key: config.number(values.get(key)) for key in YARN_NUMBERS}
+        # SpecForge needs mscale_all_dim, 0 for none, which is how transformers takes a 0.
+        none = {key for key in ("mscale", "mscale_all_dim") if table.get(key) == 0}
+        given = {key: config.number(values.get(key)) for key in YARN_NUMBERS if key not in none}
         fields |= {key: value for key, value in given.items() if value is not None}
         if (truncate := config.flag(values.get("truncate"))) is not None:
             fields["truncate"] = truncate

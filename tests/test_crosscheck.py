@@ -132,6 +132,7 @@ def test_statistics_name_their_suspects(kind, name, pair, tmp_path):
     assert result.kind == "statistics differ"
     assert result.first is not None
     assert SUSPECTS[name] in result.first.cause
+    assert "suspect" in result.first.cause
 
 
 @pytest.mark.exhaustive

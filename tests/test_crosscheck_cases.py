@@ -10,6 +10,7 @@ from scripted_records import Request, make
 
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.crosscheck import (
+    CrosscheckError,
     DumpedRound,
     EngineRequest,
     EngineRun,
@@ -24,7 +25,8 @@ from eagle3_jax.crosscheck import (
 from eagle3_jax.crosscheck.evidence import Evidence
 from eagle3_jax.crosscheck.noise import measure
 from eagle3_jax.crosscheck.probe_draft import DraftRows
-from eagle3_jax.crosscheck.stats import match_rates, metric_names
+from eagle3_jax.crosscheck.stats import impossible, match_rates, metric_names
+from eagle3_jax.crosscheck.suspects import pinned_at_maximum
 from eagle3_jax.generation import rounds
 
 CHAIN = TreeConfig(3)
@@ -137,6 +139,72 @@ def test_without_logprobs_a_difference_is_not_decidable():
     result = compare_runs(*bare)
     assert (result.kind, result.status) == ("not decidable", 2)
     assert "no tie can be told" in result.verdict
+
+
+def edited_request(run: EngineRun, **changes) -> EngineRun:
+    return dataclasses.replace(run, requests=[dataclasses.replace(run.requests[0], **changes)])
+
+
+def test_a_token_that_is_not_listed_is_no_tie():
+    """Its logprob is unknown: below the last one listed, which here is the chosen token itself."""
+    plain, other = texts(31, 0.004, "bfloat16")
+    alone = [
+        edited_request(run, output_top=[top[:1] for top in run.requests[0].output_top])
+        for run in (plain, other)
+    ]
+    assert compare_runs(*alone).kind == "not decidable"
+
+
+def test_two_sampled_texts_are_not_decidable():
+    plain, other = texts(31, 3.2, "bfloat16")
+    result = compare_runs(edited_request(other, temperature=0.8), plain)
+    assert (result.kind, result.first) == ("not decidable", None)
+    assert "sampled" in result.verdict
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(20, "equal"), (30, "target differs")])
+def test_a_shorter_text_that_was_asked_for(limit, kind):
+    """Twenty tokens of twenty beside forty of forty are no fault, of thirty they are."""
+    plain, _ = texts(31, 3.2, "bfloat16")
+    request = plain.requests[0]
+    short = edited_request(
+        plain,
+        output=request.output[:20],
+        output_top=request.output_top[:20],
+        output_logprobs=request.output_logprobs[:20],
+        max_new_tokens=limit,
+        stats={},
+    )
+    long = edited_request(plain, max_new_tokens=40)
+    for pair in ((short, long), (long, short)):
+        assert compare_runs(*pair).kind == kind
+
+
+def test_nothing_in_common_is_not_equal(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros(3))
+    np.savez(tmp_path / "b.npz", y=np.zeros(3))
+    runs = [read_run(tmp_path / name) for name in ("a.npz", "b.npz")]
+    assert compare_runs(runs[0], runs[0]).kind == "equal"
+    result = compare_runs(*runs)
+    assert (result.kind, result.status) == ("not decidable", 2)
+    np.savez(tmp_path / "text.npz", x=np.array(["a"]))
+    with pytest.raises(CrosscheckError, match="x is <U1, expected numbers"):
+        read_run(tmp_path / "text.npz")
+
+
+def test_histograms_longer_than_the_tree_said():
+    requests = [
+        EngineRequest("0", [1], [5, 5], {"spec_correct_drafts_histogram": counts})
+        for counts in ([0, 0, 1], [0, 0, 0, 2])
+    ]
+    assert pinned_at_maximum(requests, TreeConfig(2)) is None
+
+
+def test_a_rate_that_is_no_number_contradicts_itself():
+    stats = {"spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 9, "completion_tokens": 5}
+    found = impossible(stats | {"spec_accept_rate": float("nan")}, nodes=4, steps=3, output=5)
+    assert found == ["spec_accept_rate is nan, accepted / proposed drafts is 0.333333"]
+    assert not impossible(stats | {"spec_accept_rate": 1 / 3}, nodes=4, steps=3, output=5)
 
 
 TREE = "tree_s3_k4_d8"

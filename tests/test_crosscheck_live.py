@@ -200,6 +200,10 @@ def test_passing_failures_are_tried_again(server, tmp_path):
         ([(200, {"error": {"message": "aborted"}})], "prompt 0: aborted"),
         ([(200, {"text": "hello"})], "no meta_info: not an answer of SGLang's /generate"),
         ([(200, [])], "0 answers to 1 prompts"),
+        (
+            [(200, {"meta_info": {"output_token_logprobs": [5]}})],
+            r"prompt 0: output_token_logprobs are no \[logprob, id, text\]",
+        ),
     ],
 )
 def test_a_failure_is_one_line_and_leaves_nothing(server, tmp_path, script, message):
@@ -323,6 +327,8 @@ def parsed(*words):
         (["--url", "http://h"], "--url needs --prompts"),
         (["--url", "http://h", "--prompts", "p", "--batch-size", "0"], "--batch-size is 0"),
         (["--url", "http://h", "--prompts", "p", "--timeout", "0"], "--timeout is 0.0"),
+        (["--url", "http://h", "--prompts", "p", "--timeout", "nan"], "--timeout is nan"),
+        (["--url", "http://h", "--prompts", "p", "--timeout", "1e300"], "at most 86400"),
         (["--write-sglang-dump", "d", "--target", "t"], "needs --target and --draft"),
     ],
 )
@@ -330,6 +336,26 @@ def test_options_that_do_not_go_together(words, message):
     with pytest.raises(ConvertError, match=message) as error:
         live_command.check_live_arguments(parsed(*words))
     assert error.value.code == "USAGE"
+
+
+@pytest.mark.parametrize("key", [b"", b"a\nb", b"\xff\xfe"])
+def test_a_key_that_no_header_takes(key, server, tmp_path):
+    (tmp_path / "key").write_bytes(key)
+    args = parsed("--url", server.url, "--prompts", "p", "--api-key-file", tmp_path / "key")
+    with (
+        pytest.raises(ConvertError, match="one line of ASCII"),
+        live_command.driven(args, prompts(server), None),
+    ):
+        pass
+    assert server.seen == []
+
+
+def test_a_count_of_cached_tokens_that_is_none(server, tmp_path):
+    answer = {"output_ids": [1], "meta_info": {"cached_tokens": "x"}}
+    server.script = [(200, answer)]
+    drive(Server(server.url), prompts(server)[:1], tmp_path / "a", ASKING)
+    with pytest.raises(CrosscheckError, match="cached_tokens is 'x', expected a count"):
+        read_run(tmp_path / "a")
 
 
 def test_the_options_of_a_drive(server, tmp_path, sglang_models):

@@ -164,6 +164,39 @@ def test_vllm_outputs_and_counters(tmp_path):
     assert run.requests[0].original["spec"] == summary["results"][0]["spec"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_steps", "x"), ("num_steps", 2.5), ("eagle_topk", [2]), ("num_draft_tokens", "8")],
+)
+def test_a_servers_tree_of_other_types(key, value):
+    info = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}
+    info |= {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
+    with pytest.raises(CrosscheckError, match=f"speculative_{key} is .*, expected a number"):
+        settings_of_server(info | {f"speculative_{key}": value}, "info")
+
+
+@pytest.mark.parametrize("text", ["[1]", '"x"'])
+def test_a_server_info_that_is_no_object(text, tmp_path):
+    written(tmp_path, [answer()])
+    (tmp_path / "server_info.json").write_text(text)
+    with pytest.raises(CrosscheckError, match=r"server_info\.json: a \w+, expected"):
+        read_run(tmp_path)
+
+
+def test_a_dump_with_a_missing_step(tmp_path):
+    for step in (3, 4, 6):
+        (tmp_path / f"step={step}___rank=0___dump_index={step}___name=positions.pt").touch()
+    with pytest.raises(CrosscheckError, match="steps 3 to 6, but nothing of step 5"):
+        read_run(tmp_path)
+
+
+def test_what_a_server_says_is_no_answer(tmp_path):
+    for name in ("server_info.json", "model_info.json", "driven.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CrosscheckError, match="neither SGLang's dumper files"):
+        read_run(tmp_path)
+
+
 def test_the_servers_description():
     info = json.loads((RECORDS / "sglang_server_info.json").read_text())
     found = settings_of_server(info, "info")
@@ -215,6 +248,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "not json": ("{", "not JSON"),
     "empty": ("", "empty, expected answers"),
     "no answers": ([], "no answers in it"),
+    "too long a number": ("9" * 5000, "not JSON: a number too long"),
     "a number": ([3], "expected an answer of an engine"),
     "no meta_info": ([{"text": "x"}], "no meta_info, choices or outputs"),
     "no ids": ([{"text": "x", "meta_info": {}}], "no output_ids"),

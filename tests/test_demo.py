@@ -1,4 +1,4 @@
-"""The demo as a user runs it, its facts against recorded ones; and what it says of a difference."""
+"""The demo as a user runs it (the gate does too), its facts, and what it says of a difference."""
 
 import dataclasses
 import importlib.util
@@ -44,6 +44,7 @@ def output() -> str:
 
 @pytest.mark.slow
 @pytest.mark.smollm2
+@pytest.mark.exhaustive
 def test_text_is_the_same_both_ways(output):
     assert f"chain 3/1/4: same text: yes ({NEW_TOKENS} tokens)" in output
     assert f"tree 3/4/8: same text: yes ({NEW_TOKENS} tokens)" in output
@@ -52,6 +53,7 @@ def test_text_is_the_same_both_ways(output):
 
 @pytest.mark.slow
 @pytest.mark.smollm2
+@pytest.mark.exhaustive
 def test_text_is_the_recorded_one(output):
     reply = json.loads((RECORDED / "prompts.json").read_text())["results"][0]["reply"]
     for name in ("chain 3/1/4", "tree 3/4/8"):
@@ -63,6 +65,7 @@ def test_text_is_the_recorded_one(output):
 
 @pytest.mark.slow
 @pytest.mark.smollm2
+@pytest.mark.exhaustive
 def test_accept_lengths_are_those_of_the_official_code(output):
     official = json.loads((RECORDED / "official_eagle.json").read_text())
     accepted = official["modes"]["chain3"]["results"][0]["accept"]
@@ -75,6 +78,7 @@ def test_accept_lengths_are_those_of_the_official_code(output):
 
 @pytest.mark.slow
 @pytest.mark.smollm2
+@pytest.mark.exhaustive
 def test_marked_tokens_are_the_accepted_drafts(output):
     for name in ("chain 3/1/4", "tree 3/4/8"):
         printed = output.split(f"\n{name}:\n")[1].split("\n\n")[0]
@@ -87,6 +91,7 @@ def test_marked_tokens_are_the_accepted_drafts(output):
 
 @pytest.mark.slow
 @pytest.mark.smollm2
+@pytest.mark.exhaustive
 def test_piped_output_is_plain_and_shows_every_step(output):
     assert "\x1b" not in output
     assert "$ python -m convert.from_torch demo/draft --target" in output

@@ -67,7 +67,7 @@ def test_make_targets_exist():
 
 def test_options_exist(capsys):
     """Every option that a page shows is one its command knows."""
-    from convert import from_gguf, from_torch
+    from convert import from_gguf, from_torch, to_torch
     from eagle3_jax.cli import main as eagle3
 
     seen = 0
@@ -76,8 +76,8 @@ def test_options_exist(capsys):
             nested = 2 if words[1] == "record" else 1
             run, argv = eagle3, [*words[1 : 1 + nested], "--help"]
         elif words[:2] == ["python", "-m"] and words[2].startswith("convert."):
-            module = {"convert.from_torch": from_torch, "convert.from_gguf": from_gguf}[words[2]]
-            run, argv = module.main, ["--help"]
+            modules = {"from_torch": from_torch, "from_gguf": from_gguf, "to_torch": to_torch}
+            run, argv = modules[words[2].removeprefix("convert.")].main, ["--help"]
         else:
             continue
         with pytest.raises(SystemExit):

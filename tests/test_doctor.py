@@ -61,7 +61,13 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.exhaustive] if i % 2 else [])
+        for i, n in enumerate(CHANGED)
+    ],
+)
 def test_one_fault(name):
     """The config claims TINY's wiring, the record was made by another."""
     truth, most = CHANGED[name]
@@ -326,7 +332,7 @@ def served(s, truth):
 
 def test_a_vocabulary_map_of_another_head_is_named():
     """Random ids for d2t: the rows still follow the text, under no reading of the table."""
-    s = scripted(tokens=400)
+    s = scripted(tokens=300)
     ids = np.sort(np.random.default_rng(3).permutation(s.sizes.vocab)[: s.sizes.draft_vocab])
     draft = s.draft()
     right = np.asarray(draft.draft_to_target[...])
@@ -340,6 +346,7 @@ def test_a_vocabulary_map_of_another_head_is_named():
     assert "Rows as the text shows them" in "\n".join(lines(d))
 
 
+@pytest.mark.exhaustive
 def test_a_draft_of_another_training_is_not_blamed_on_its_map():
     s, other = scripted(tokens=300), scripted(tokens=60, seed=5)
     d = diagnose(without_rounds(s.record), other.draft(), s.shared())
@@ -360,7 +367,9 @@ def test_a_record_without_the_configured_boundaries():
     assert "To serve it so" not in "\n".join(lines(d))
 
 
-@pytest.mark.parametrize("served", ["right", "other rows"])
+@pytest.mark.parametrize(
+    "served", [pytest.param("right", marks=pytest.mark.exhaustive), "other rows"]
+)
 def test_rounds_of_an_engines_trees(served):
     """Rounds with topk above 1 are compared as trees, not as chains that accept less."""
     tree = TreeConfig(3, 2, 6)

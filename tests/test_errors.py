@@ -162,6 +162,16 @@ def _other_family(scene: Scene) -> list[str]:
     return scene.speculate()
 
 
+def _export(scene: Scene) -> list[str]:
+    from eagle3_jax.cli import main
+
+    flags = ["--target", str(scene.target), "--norm-before-residual", "true"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(scene.convert(*flags)) == 0
+    made = ["--dialect", "sglang", "--out", str(scene.root / "exported")]
+    return ["export", str(scene.root / "out"), *made]
+
+
 def _page(scene: Scene) -> list[str]:
     scene.speculate()  # writes ids.json
     return ["report", str(scene.root / "ids.json"), "--out", str(scene.root / "page.html")]
@@ -340,6 +350,12 @@ CASES = [
         "CONFIG_INVALID",
         "record its states in your engine: `eagle3 record recipe`, then replay and doctor",
     ),
+    Case(
+        "a draft that the other engine cannot hold",
+        _export,
+        "EXPORT_CANNOT",
+        "another `--dialect`: the engine would run another draft",
+    ),
     Case("a page on what is no trace", _page, "TRACE", "give what `--trace` wrote"),
     Case(
         "a record that is there already",
@@ -420,7 +436,8 @@ def test_one_line_and_exit_status_two(case, scene):
     assert row in PAGE.read_text(encoding="utf-8"), "python tests/test_errors.py writes the page"
     left = {path.name for path in scene.root.iterdir()}
     left -= {"TARGET", "DRAFT", "draft-jax", "ids.json", "R.record"}
-    assert left == ({"out"} if case.title == "the output folder exists" else set())
+    made_before = ("the output folder exists", "a draft that the other engine cannot hold")
+    assert left == ({"out"} if case.title in made_before else set())
 
 
 def test_the_page_has_no_other_rows():

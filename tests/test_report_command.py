@@ -119,6 +119,14 @@ def test_the_command_writes_once(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_the_page_never_replaces_its_trace(tmp_path, capsys):
+    path = tmp_path / "a.trace"
+    path.write_bytes(ANCESTORS.read_bytes())
+    assert eagle3(path, "-o", path, "--force") == 2
+    assert "is the trace itself" in capsys.readouterr().err
+    assert path.read_bytes() == ANCESTORS.read_bytes()
+
+
 def test_the_command_with_text_and_stdout(tmp_path, capsysbinary):
     byte_tokenizer(tmp_path / "hf")
     for flag in ("--target", "--tokenizer"):

@@ -48,6 +48,7 @@ RUNS = {
 }
 MORE = (
     "chain5",
+    "sglang_chain_s3",
     "tree16,3,4",
     "bf16_chain3",
     "tree60,7,10",
@@ -216,6 +217,7 @@ def test_peers_with_the_drafts_own_embedding(name, generated):
         }
 
 
+@pytest.mark.exhaustive
 def test_the_embedding_owner_matters(generated):
     """The last digits of the embedding decide a draft of prompt 8."""
     accepts = []

@@ -257,15 +257,26 @@ def settings_of_server(info: Mapping[str, Any], where: str) -> Settings:
     Raises:
       CrosscheckError: a triple that no tree has.
     """
+    if not isinstance(info, dict):
+        raise CrosscheckError(f"{where}: a {type(info).__name__}, expected what a server says")
     args = info.get("server_args") if isinstance(info.get("server_args"), dict) else info
     assert isinstance(args, Mapping)
     steps = args.get("speculative_num_steps")
     tree = None
     if args.get("speculative_algorithm") and steps:
+        topk = args.get("speculative_eagle_topk") or 1
+        nodes = args.get("speculative_num_draft_tokens")
+        for name, value in (
+            ("num_steps", steps),
+            ("eagle_topk", topk),
+            ("num_draft_tokens", nodes),
+        ):
+            if value is not None and type(value) is not int:
+                raise CrosscheckError(
+                    f"{where}: speculative_{name} is {str(value)[:60]!r}, expected a number"
+                )
         try:
-            topk = args.get("speculative_eagle_topk") or 1
-            nodes = args.get("speculative_num_draft_tokens")
-            tree = TreeConfig(int(steps), int(topk), None if topk == 1 else nodes)
+            tree = TreeConfig(steps, topk, None if topk == 1 else nodes)
         except ConfigError as error:
             raise CrosscheckError(f"{where}: {error}") from None
     dtype = args.get("dtype")

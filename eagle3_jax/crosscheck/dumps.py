@@ -56,7 +56,14 @@ def read_dump(folder: Path) -> EngineRun:
     running: dict[int, _Request] = {}
     done: list[_Request] = []
     drafted = False
-    for number, names in sorted(steps_of(folder).items()):
+    steps = steps_of(folder)
+    gap = next((i for i in range(min(steps), max(steps)) if i not in steps), None)
+    if gap is not None:
+        raise CrosscheckError(
+            f"{folder}: steps {min(steps)} to {max(steps)}, but nothing of step {gap}: passes are "
+            "missing, and without them rounds would be put together wrongly"
+        )
+    for number, names in sorted(steps.items()):
         step = Step(number, names, folder, 1, None)
         drafted |= step.is_extend
         for index, (pool, rows, length) in enumerate(step.requests()):

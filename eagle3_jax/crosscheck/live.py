@@ -206,12 +206,17 @@ def _with_ids(answer: Any, where: str, notes: list[str]) -> dict[str, Any]:
     note = "output ids were read out of output_token_logprobs: the server sends none"
     if note not in notes:
         notes.append(note)
-    return answer | {"output_ids": [entry[1] for entry in logged]}
+    try:
+        return answer | {"output_ids": [entry[1] for entry in logged]}
+    except (TypeError, IndexError, KeyError):
+        raise CrosscheckError(
+            f"{where}: output_token_logprobs are no [logprob, id, text]"
+        ) from None
 
 
 def _cached(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     counts = [answer["response"]["meta_info"].get("cached_tokens") or 0 for answer in answers]
-    cached = [count for count in counts if count]
+    cached = [count for count in counts if type(count) is int and count > 0]
     if not cached:
         return []
     return [

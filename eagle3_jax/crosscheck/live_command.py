@@ -29,6 +29,9 @@ SERVER_ONLY = {
     "api_key_file": None,
 }
 
+LONGEST = 86400
+"""A day; far more is beyond what a socket takes."""
+
 
 def add_live_arguments(parser: argparse.ArgumentParser):
     """`--url` and what goes with it; `--write-sglang-dump`."""
@@ -60,12 +63,24 @@ def check_live_arguments(args: argparse.Namespace):
         return
     if args.prompts is None:
         raise ConvertError("USAGE", "--url needs --prompts, the texts to ask for")
-    least = {"max_new_tokens": 1, "top_logprobs": 0, "batch_size": 1, "retries": 0, "timeout": 0}
+    least = {"max_new_tokens": 1, "top_logprobs": 0, "batch_size": 1, "retries": 0}
     for name, bound in least.items():
         value = getattr(args, name)
-        if value is not None and (value < bound or (name == "timeout" and value == 0)):
+        if value is not None and value < bound:
             option = f"--{name.replace('_', '-')}"
-            raise ConvertError("USAGE", f"{option} is {value}, expected at least {bound or 'more'}")
+            raise ConvertError("USAGE", f"{option} is {value}, expected at least {bound}")
+    if args.timeout is not None and not 0 < args.timeout <= LONGEST:
+        raise ConvertError(
+            "USAGE", f"--timeout is {args.timeout}, expected seconds above 0, at most {LONGEST}"
+        )
+
+
+def _key(file: Path) -> str:
+    """The key as a header takes it; an error never holds it."""
+    key = file.read_bytes().strip()
+    if not key or any(not 32 < byte < 127 for byte in key):
+        raise ConvertError("USAGE", f"--api-key-file {file}: expected one line of ASCII, a key")
+    return key.decode("ascii")
 
 
 @contextmanager
@@ -93,7 +108,7 @@ def driven(
         args.url,
         timeout=600.0 if args.timeout is None else args.timeout,
         retries=3 if args.retries is None else args.retries,
-        api_key=None if args.api_key_file is None else args.api_key_file.read_text().strip(),
+        api_key=None if args.api_key_file is None else _key(args.api_key_file),
     )
     config = None
     if target is not None:

@@ -48,7 +48,13 @@ def compare_runs(run: EngineRun, other: EngineRun, *, dtype: str | None = None) 
     first = found[0] if found else None
     kind: Kind = "equal up to ties" if ties else "equal"
     why = f"{len(pairs)} requests in both"
-    if first is not None:
+    sampled = sum(bool(a.temperature or b.temperature) for a, b in pairs)
+    if sampled:
+        kind, first = "not decidable", None
+        why = f"{sampled} requests were sampled at a temperature: no text is expected"
+    elif not any(line.checked for line in lines):
+        kind, why = "not decidable", "nothing in them has the same name: nothing was compared"
+    elif first is not None:
         kind = first.kind
     elif undecided:
         kind, why = "not decidable", undecided[0]
@@ -56,7 +62,7 @@ def compare_runs(run: EngineRun, other: EngineRun, *, dtype: str | None = None) 
         kind=kind,
         verdict=sentence(kind, first, why),
         first=first,
-        others=found[1:],
+        others=found[1:] if first is not None else found,
         ties=ties,
         lines=lines,
         notes=list(dict.fromkeys([*notes, *undecided])),
@@ -119,11 +125,13 @@ def _request(
     at = first_difference(a.output, b.output)
     did = ["tokens"] if a.output or b.output else []
     if at is not None:
-        gap = _gap(a, b, at)
+        gap = _gap(a, b, at, noise)
         shown = [r.output[at] if at < len(r.output) else "the end" for r in (a, b)]
         where = f"token {at} is {shown[0]}, in the other {shown[1]}"
         ended = "the end" in shown
-        if ended:
+        if ended and _asked_for_less(a, b, at):
+            did.append(f"their first {at}")
+        elif ended:
             faults.append(_token(number, at, f"{where}: one text is shorter", "LOSSLESS_LENGTH"))
         elif gap is None:
             undecided.append(
@@ -138,8 +146,7 @@ def _request(
     same = at is None
     faults += _values(number, a, b, len(a.output) if same else at or 0, noise, did)
     if a.rounds and b.rounds:
-        did.append("rounds")
-        faults += _rounds(number, a, b, run, other, noise, ties)
+        faults += _rounds(number, a, b, run, other, noise, ties, did)
     known = [n for n in COUNTED if n in a.stats and n in b.stats]
     if known:
         did.append("statistics")
@@ -217,8 +224,18 @@ def _token(number: int, at: int, detail: str, code: str) -> Divergence:
     )
 
 
-def _gap(a: EngineRequest, b: EngineRequest, at: int) -> float | None:
-    """How far apart the two tokens are in either run's own logprobs, the smaller."""
+def _asked_for_less(a: EngineRequest, b: EngineRequest, at: int) -> bool:
+    """Whether the text that ends at `at` is as long as was asked for, the other's limit more."""
+    short, long = (a, b) if at == len(a.output) else (b, a)
+    return short.max_new_tokens == at and long.max_new_tokens not in (None, at)
+
+
+def _gap(a: EngineRequest, b: EngineRequest, at: int, noise: Noise) -> float | None:
+    """How far apart the two tokens are in either run's own logprobs, the smaller.
+
+    A token that is not listed is below the last one listed: that tells no tie, only that there is
+    none.
+    """
     gaps = []
     for mine, theirs in ((a, b), (b, a)):
         if at >= len(mine.output) or at >= len(theirs.output):
@@ -229,7 +246,9 @@ def _gap(a: EngineRequest, b: EngineRequest, at: int) -> float | None:
         if mine.output[at] in listed and theirs.output[at] in listed:
             gaps.append(listed[mine.output[at]] - listed[theirs.output[at]])
         elif mine.output[at] in listed and listed:
-            gaps.append(listed[mine.output[at]] - min(listed.values()))
+            least = listed[mine.output[at]] - min(listed.values())
+            if not noise.tied(least):
+                gaps.append(least)
     return min(gaps, key=abs) if gaps else None
 
 
@@ -241,6 +260,7 @@ def _rounds(
     other: EngineRun,
     noise: Noise,
     ties: list[Tie],
+    did: list[str],
 ) -> list[Divergence]:
     """Round by round from the same starts; what follows another text is not compared."""
     tree = run.settings.tree or other.settings.tree
@@ -254,7 +274,9 @@ def _rounds(
         context = Context(number, tree.topk if tree else None, None, None)
         fault = compare_round(theirs, mine, noise, context, seen)
         if fault is not None:
+            did.append("rounds")
             return [_named(fault, theirs.tensors, run, other)]
+    did += ["rounds"] if seen.compared else []
     ties += seen.ties
     return []
 

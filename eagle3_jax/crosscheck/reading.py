@@ -24,6 +24,7 @@ from eagle3_jax.records.reading import INDEX
 from eagle3_jax.trace import Trace
 
 SERVER = "server_info.json"
+NO_ANSWERS = (SERVER, "model_info.json", "driven.json")
 
 
 def read_run(
@@ -142,7 +143,9 @@ def _folder(path: Path, prompts: Sequence[Sequence[int]] | None) -> EngineRun:
     info, settings = path / SERVER, None
     if info.is_file():
         settings = settings_of_server(_items(info)[0][1], str(info))
-    files = [f for s in ("*.json", "*.jsonl") for f in sorted(path.glob(s)) if f != info]
+    files = [
+        f for s in ("*.json", "*.jsonl") for f in sorted(path.glob(s)) if f.name not in NO_ANSWERS
+    ]
     files = [f for f in files if f.name.split(".")[0] in ("answers", "results", "responses")] or (
         files if len(files) == 1 else []
     )
@@ -212,6 +215,10 @@ def _tensors(path: Path) -> EngineRun:
         raise CrosscheckError(f"{path}: cannot be read as .npz: {error}") from None
     if not tensors:
         raise CrosscheckError(f"{path}: no tensors in it")
+    for name, value in tensors.items():
+        if value.dtype.kind not in "biufV":
+            shown = name.removeprefix("raw.")
+            raise CrosscheckError(f"{path}: {shown} is {value.dtype}, expected numbers")
     request = EngineRequest("tensors", [], [], rounds=[DumpedRound(0, 0, tensors=tensors)])
     return EngineRun(str(path), Settings(engine="tensors"), [request])
 
@@ -226,7 +233,7 @@ def _items(path: Path) -> list[tuple[str, Any]]:
         raise CrosscheckError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return _lines(path, text, error)
     if isinstance(value, list):
         return [(f"{path}, answer {i}", item) for i, item in enumerate(value)]
@@ -240,11 +247,12 @@ def _lines(path: Path, text: str, whole: Exception) -> list[tuple[str, Any]]:
             continue
         try:
             found.append((f"{path}, line {number}", json.loads(line)))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             single = found == [] and isinstance(whole, json.JSONDecodeError)
             worst = whole if single and isinstance(whole, json.JSONDecodeError) else error
             at = worst.lineno if single and isinstance(worst, json.JSONDecodeError) else number
-            what = worst.msg if isinstance(worst, json.JSONDecodeError) else "nested too deep"
+            deep = "nested too deep" if isinstance(worst, RecursionError) else "a number too long"
+            what = worst.msg if isinstance(worst, json.JSONDecodeError) else deep
             raise CrosscheckError(f"{path}, line {at}: not JSON: {what}") from None
     if not found:
         raise CrosscheckError(f"{path}: empty, expected answers")

@@ -138,7 +138,7 @@ def _ratios(
         value = stats.get(name)
         if value is None or above is None or not below:
             continue
-        if abs(float(value) - above / below) > 1e-6:
+        if not abs(float(value) - above / below) <= 1e-6:  # NaN too
             found.append(f"{name} is {value:.6g}, {formula} is {above / below:.6g}")
     return found
 

@@ -33,8 +33,13 @@ def explain_statistics(
         return first
     explains = [(v.code, v.words) for v in _variants(ours) if _gives(v, counted, ours)]
     explains += _one_less(counted, ours)
+    if not any(r.stats.get("spec_num_correct_drafts", 1) for r in counted):
+        notes.append("no draft was accepted at all: counts alone do not tell why")
     if len(explains) == 1:
-        words = f"{explains[0][1]}: explains the counts of all {len(counted)} requests"
+        words = (
+            f"a suspect: {explains[0][1]}: of the wirings tried it alone explains the counts of "
+            f"all {len(counted)} requests; a dump of the rounds decides"
+        )
         return dataclasses.replace(first, code=explains[0][0], cause=words)
     if explains:
         listed = "; ".join(words for _, words in explains)
@@ -111,7 +116,8 @@ def pinned_at_maximum(
     steps = tree.num_steps
     if not known or len(known) < len(requests):
         return None
-    total = np.sum([np.pad(h, (0, max(0, steps + 1 - len(h)))) for h in known], axis=0)
+    longest = max(steps + 1, *map(len, known))
+    total = np.sum([np.pad(h, (0, longest - len(h))) for h in known], axis=0)
     tokens = {t for r in requests for t in r.output[1:]}
     if len(total) == steps + 1 and total[:-1].sum() == 0 and len(tokens) == 1:
         token = tokens.pop()

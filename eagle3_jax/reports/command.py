@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     out = None if args.out == "-" else Path(args.out)
     if out is not None:
         check_writable(out)
+        if out.exists() and any(path.exists() and out.samefile(path) for path in paths):
+            raise ConvertError("FILE", f"{out}: is the trace itself; give another path")
         if out.exists() and not args.force:
             raise ConvertError("FILE", f"{out}: exists; give another path, or --force")
     traces = [read(path) for path in paths]

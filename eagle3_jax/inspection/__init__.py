@@ -1,0 +1,1 @@
+"""Parts of `eagle3 inspect`: reading leniently, weights, engines, RoPE, the patch and the page."""
