@@ -108,6 +108,27 @@ def test_a_fault_is_named_from_answers(name, pair, tmp_path):
     _named(compare(recorded(name, tmp_path), *pair), *ANSWERS[name])
 
 
+@pytest.mark.parametrize("tensor", ["input_token_logprobs", "output_top_logprobs"])
+def test_any_wrong_logprob_is_named(tensor, pair, tmp_path):
+    """Half a nat at one place, of a token that was not chosen or of the prompt's fourth."""
+    run = recorded("right", tmp_path)
+    request = run.requests[0]
+    if tensor == "output_top_logprobs":
+        (first, (token, value), *rest), top = request.output_top[5], list(request.output_top)
+        top[5] = (first, (token, value - 0.5), *rest)
+        changed = dataclasses.replace(request, output_top=top)
+    else:
+        values = request.input_logprobs.copy()
+        values[3] += 0.5
+        changed = dataclasses.replace(request, input_logprobs=values)
+    result = compare(dataclasses.replace(run, requests=[changed, *run.requests[1:]]), *pair)
+    assert result.kind == "target differs"
+    assert result.first.tensor == tensor
+    assert "1 of" in result.first.detail
+    place = "place 5" if tensor == "output_top_logprobs" else "prompt token 3"
+    assert place in result.first.detail
+
+
 @pytest.mark.parametrize("name", DUMPS)
 def test_a_fault_is_named_from_its_dump(name, pair, tmp_path):
     pytest.importorskip("torch")

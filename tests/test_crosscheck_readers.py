@@ -265,6 +265,8 @@ BAD: dict[str, tuple[Any, str]] = {
         "expected counts",
     ),
     "short tops": ([answer(output_top_logprobs=[[[-1.0, 7, None]]])], "has 1 places, the output 3"),
+    "no states": ([answer(hidden_states=3)], "hidden_states is 3, expected a list"),
+    "no list": ([answer(output_top_logprobs="x")], "output_top_logprobs is x, expected a list"),
     "ragged states": ([answer(hidden_states=[[[1.0]], [1.0, 2.0]])], "rows of numbers"),
 }
 

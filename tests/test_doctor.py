@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scripted_draft import Truth
 from scripted_records import Request, make
+from selection import every_other
 
 from eagle3_jax.aux_ids import AUX_KEY
 from eagle3_jax.config import ConfigError, TreeConfig
@@ -61,13 +62,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[pytest.mark.exhaustive] if i % 2 else [])
-        for i, n in enumerate(CHANGED)
-    ],
-)
+@pytest.mark.parametrize("name", every_other(CHANGED))
 def test_one_fault(name):
     """The config claims TINY's wiring, the record was made by another."""
     truth, most = CHANGED[name]
@@ -476,6 +471,7 @@ def test_records_of_another_target_are_refused():
             check_up(s, record=record)
 
 
+@pytest.mark.exhaustive
 def test_too_little_text_is_said():
     """Few rounds of a rightly wired draft: no verdict against the draft."""
     s = scripted(tokens=60)

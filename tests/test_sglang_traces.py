@@ -14,7 +14,13 @@ from eagle3_jax.trace import Round
 NUMBERS = range(4)
 
 
-@pytest.fixture(scope="module", params=TRACES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=[pytest.mark.exhaustive] if case == "tree_s2_k2_d4" else [])
+        for case in TRACES
+    ],
+)
 def recorded(request):
     return load("traces", request.param)
 

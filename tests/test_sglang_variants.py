@@ -35,7 +35,15 @@ IGNORED = {
 }
 """SGLang runs these in another way than they were trained."""
 
-ON_REQUEST = ("rope_llama3", "rope_dynamic", "window")
+ON_REQUEST = (
+    "aux_1_3_6",
+    "fc_bias",
+    "nolmhead_null",
+    "rope_dynamic",
+    "rope_llama3",
+    "rope_yarn",
+    "window",
+)
 """tests/test_draft.py has the same arithmetic against NumPy."""
 
 

@@ -47,6 +47,7 @@ RUNS = {
     "bf16_chain5": Run(e3.TreeConfig(5), embed="draft"),
 }
 MORE = (
+    "chain3",
     "chain5",
     "sglang_chain_s3",
     "tree16,3,4",

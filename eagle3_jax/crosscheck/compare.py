@@ -18,7 +18,7 @@ from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, se
 from eagle3_jax.crosscheck.rounds import Context, Seen, compare_round
 from eagle3_jax.crosscheck.states import check_states
 from eagle3_jax.crosscheck.suspects import explain_statistics, pinned_at_maximum
-from eagle3_jax.crosscheck.tokens import check_logprobs, check_stop, check_tokens
+from eagle3_jax.crosscheck.tokens import check_logprobs, check_stop, check_tokens, listed_ids
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.targets.base import Target
@@ -184,7 +184,9 @@ class _Comparison:
 
     def result(self, reference: Target | None) -> Result:
         """Runs and judges."""
-        self.taught = [self.ours.teach(r.prompt, r.output) for r in self.requests]
+        self.taught = [
+            self.ours.teach(r.prompt, r.output, listed=listed_ids(r)) for r in self.requests
+        ]
         self.rounds = [[] for _ in self.requests]
         if self.tree is not None:
             self.rounds = self.ours.free(self.requests)

@@ -64,7 +64,9 @@ def states_of(
     EAGLE3 a row holds aux states, in plain decoding the last state.
     """
     blocks = meta.get("hidden_states")
-    if not isinstance(blocks, list) or not blocks:
+    if blocks is not None and not isinstance(blocks, list):
+        raise CrosscheckError(f"{where}: hidden_states is {str(blocks)[:40]}, expected a list")
+    if not blocks:
         return None, 0, None
     try:
         with np.errstate(over="ignore"):
@@ -85,7 +87,11 @@ def states_of(
 
 def logprobs_of(entries: Any, output: Sequence[int], where: str) -> np.ndarray | None:
     """Of each output token, from `[logprob, id, text]`."""
-    if not isinstance(entries, list) or not entries:
+    if entries is not None and not isinstance(entries, list):
+        raise CrosscheckError(
+            f"{where}: output_token_logprobs is {str(entries)[:40]}, expected a list"
+        )
+    if not entries:
         return None
     try:
         pairs = [(number_of(entry[0]), int(entry[1])) for entry in entries]
@@ -107,7 +113,11 @@ def inputs_of(entries: Any, prompt: int) -> np.ndarray | None:
 
 def tops_of(entries: Any, output: int, where: str) -> list[Top] | None:
     """The best tokens at each output place."""
-    if not isinstance(entries, list) or not entries or not all(entries):
+    if entries is not None and not isinstance(entries, list):
+        raise CrosscheckError(
+            f"{where}: output_top_logprobs is {str(entries)[:40]}, expected a list"
+        )
+    if not entries or not all(entries):
         return None
     if len(entries) != output:
         raise CrosscheckError(

@@ -40,6 +40,7 @@ class Taught:
         others: below 0 where the text is not the target's choice.
       logprobs: [n] of the text's token. second: [n] the best other token.
       size: largest absolute logit.
+      before: [P - 1] logprobs of the prompt's tokens from 1 on. listed: [n, k] of the tokens asked.
       aux: [P + n - 1, A, E] states of every token but the last.
     """
 
@@ -49,6 +50,8 @@ class Taught:
     second: np.ndarray
     size: float
     aux: np.ndarray
+    before: np.ndarray | None = None
+    listed: np.ndarray | None = None
 
 
 class Ours:
@@ -93,8 +96,13 @@ class Ours:
         prompt: Sequence[int],
         output: Sequence[int],
         boundaries: Sequence[Boundary] | None = None,
+        listed: np.ndarray | None = None,
     ) -> Taught:
-        """Runs prompt and output once; `boundaries` as the draft has them, unless given."""
+        """Runs prompt and output once; `boundaries` as the draft has them, unless given.
+
+        Args:
+          listed: [n, k] ids whose logprobs to give at each output place.
+        """
         text = [*prompt, *output]
         rows = len(text) - 1
         padded = np.zeros((1, -(-max(rows, 1) // CHUNK) * CHUNK), np.int32)
@@ -103,9 +111,14 @@ class Ours:
         following[:rows] = text[1:]
         leaves, structure = take_apart(self.target)  # type: ignore[arg-type]
         chosen = tuple(self.boundaries if boundaries is None else boundaries)
-        found = jax.device_get(_teach(structure, leaves, padded, following, boundaries=chosen))
         part = slice(len(prompt) - 1, rows)
-        second, predicted, margins, logprobs, size, aux = found
+        asked = np.zeros((len(following), 0 if listed is None else listed.shape[1]), np.int32)
+        if listed is not None:
+            asked[part] = listed
+        found = jax.device_get(
+            _teach(structure, leaves, padded, following, asked, boundaries=chosen)
+        )
+        second, predicted, margins, logprobs, size, theirs, aux = found
         return Taught(
             predicted[part],
             margins[part],
@@ -113,6 +126,8 @@ class Ours:
             second[part],
             float(size[part].max(initial=0.0)),
             aux[:rows],
+            logprobs[: len(prompt) - 1],
+            None if listed is None else theirs[part],
         )
 
     def free(self, requests: Sequence[EngineRequest]) -> list[list[Round]]:
@@ -269,17 +284,18 @@ def _teach(
     leaves: tuple[jax.Array, ...],
     tokens: jax.Array,  # [1, P]
     following: jax.Array,  # [P] the text's next token
+    listed: jax.Array,  # [P, k] other ids to give logprobs of
     *,
     boundaries: tuple[Boundary, ...],
 ) -> tuple[jax.Array, ...]:
-    """Per row: second token, best token, margin, logprob, size; and aux [P, A, E]."""
+    """Per row: second and best token, margin, logprob, size, listed logprobs; aux [P, A, E]."""
     target: Target = structure.build(leaves)
     P = tokens.shape[1]
     cache = target.new_cache(1, P)
     states, aux, _ = target.states(tokens, Rows.prefill(1, P), cache, boundaries)
 
-    def judge(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        x, given = part
+    def judge(part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        x, given, asked = part
         logits = target.logits(x)
         predicted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         index = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
@@ -287,13 +303,16 @@ def _teach(
         chosen = jnp.max(jnp.where(taken, logits, -jnp.inf), axis=-1)
         others = jnp.where(taken, -jnp.inf, logits)
         margin = chosen - jnp.max(others, axis=-1)
-        logprob = chosen - jax.nn.logsumexp(logits, axis=-1)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        theirs = jnp.take_along_axis(logits, asked, axis=-1) - total[:, None]
         second = jnp.argmax(others, axis=-1).astype(jnp.int32)
-        return second, predicted, margin, logprob, jnp.max(jnp.abs(logits), axis=-1)
+        size = jnp.max(jnp.abs(logits), axis=-1)
+        return second, predicted, margin, chosen - total, size, theirs
 
     chunks = (
         states[0].reshape(P // CHUNK, CHUNK, -1),
         following.reshape(P // CHUNK, CHUNK),
+        listed.reshape(P // CHUNK, CHUNK, -1),
     )
-    found = jax.tree.map(lambda x: x.reshape(P), lax.map(judge, chunks))
+    found = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), lax.map(judge, chunks))
     return (*found, aux[0] if boundaries else jnp.zeros((P, 0, 0), states.dtype))

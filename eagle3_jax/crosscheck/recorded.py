@@ -169,6 +169,7 @@ class RecordedOurs(Ours):
         prompt: Sequence[int],
         output: Sequence[int],
         boundaries: Sequence[Boundary] | None = None,
+        listed: np.ndarray | None = None,
     ) -> Taught:
         """The text as it stands; other boundaries than the draft's are not known."""
         n = len(output)

@@ -33,14 +33,16 @@ def explain_statistics(
         return first
     explains = [(v.code, v.words) for v in _variants(ours) if _gives(v, counted, ours)]
     explains += _one_less(counted, ours)
-    if not any(r.stats.get("spec_num_correct_drafts", 1) for r in counted):
+    nothing = not any(r.stats.get("spec_num_correct_drafts", 1) for r in counted)
+    if nothing:
         notes.append("no draft was accepted at all: counts alone do not tell why")
     if len(explains) == 1:
         words = (
             f"a suspect: {explains[0][1]}: of the wirings tried it alone explains the counts of "
             f"all {len(counted)} requests; a dump of the rounds decides"
         )
-        return dataclasses.replace(first, code=explains[0][0], cause=words)
+        code = "SUSPECTS" if nothing else explains[0][0]
+        return dataclasses.replace(first, code=code, cause=words)
     if explains:
         listed = "; ".join(words for _, words in explains)
         families = {code.split("_")[0] for code, _ in explains}

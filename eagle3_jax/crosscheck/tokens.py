@@ -126,16 +126,16 @@ def emitting_round(request: EngineRequest, i: int, rounds: Sequence[Round]) -> i
 def check_logprobs(
     number: int, request: EngineRequest, taught: Taught, dtype: str, rounds: Sequence[Round]
 ) -> list[Divergence]:
-    """The engine's logprobs of its own tokens against the target's.
+    """The engine's logprobs against the target's: its own tokens, the prompt's, the best listed.
 
     A difference beyond the cap shows a wrong state even where it changed no token.
     """
     if request.output_logprobs is None:
-        return []
+        return _other_logprobs(number, request, taught, dtype)
     off = np.abs(request.output_logprobs - taught.logprobs)
     far = np.flatnonzero(~(off <= NEAR_TIE[dtype]))
     if not len(far):
-        return []
+        return _other_logprobs(number, request, taught, dtype)
     i = int(far[0])
     found, expected = float(request.output_logprobs[i]), float(taught.logprobs[i])
     index = emitting_round(request, i, rounds)
@@ -155,6 +155,55 @@ def check_logprobs(
             order=(-1 if index is None else index, 950),
         )
     ]
+
+
+def listed_ids(request: EngineRequest) -> np.ndarray | None:
+    """[n, k] ids of the engine's best tokens at each output place, a short list filled up."""
+    if request.output_top is None:
+        return None
+    most = max(map(len, request.output_top))
+    return np.array(
+        [[t for t, _ in (*top, *top[-1:] * (most - len(top)))] for top in request.output_top],
+        np.int32,
+    )
+
+
+def _other_logprobs(
+    number: int, request: EngineRequest, taught: Taught, dtype: str
+) -> list[Divergence]:
+    """Of the prompt's tokens and of the best tokens at each place."""
+    lists: list[tuple[str, str, np.ndarray, np.ndarray]] = []
+    if request.input_logprobs is not None and taught.before is not None:
+        given = request.input_logprobs[1:]  # null where none was asked for
+        pair = (np.where(np.isnan(given), taught.before, given), taught.before)
+        lists.append(("input_token_logprobs", "prompt token", *pair))
+    if request.output_top is not None and taught.listed is not None:
+        most = taught.listed.shape[1]
+        theirs = [[v for _, v in (*t, *t[-1:] * (most - len(t)))] for t in request.output_top]
+        gaps = np.abs(np.array(theirs) - taught.listed)
+        worst = np.argmax(np.where(np.isnan(gaps), np.inf, gaps), axis=1)[:, None]
+        chosen = (np.take_along_axis(x, worst, 1)[:, 0] for x in (np.array(theirs), taught.listed))
+        lists.append(("output_top_logprobs", "a listed token at place", *chosen))
+    for tensor, what, found, expected in lists:
+        far = np.flatnonzero(~(np.abs(found - expected) <= NEAR_TIE[dtype]))
+        if len(far):
+            i = int(far[0])
+            place = i + 1 if tensor.startswith("input") else i
+            return [
+                Divergence(
+                    kind="target differs",
+                    request=number,
+                    position=i if tensor.startswith("output") else None,
+                    tensor=tensor,
+                    detail=(
+                        f"the logprob of {what} {place} is {found[i]:.6g}, expected "
+                        f"{expected[i]:.6g}; {len(far)} of {len(found)} places differ by more than "
+                        f"{NEAR_TIE[dtype]:g}"
+                    ),
+                    order=(-1 if tensor.startswith("input") else 10**6, 951),
+                )
+            ]
+    return []
 
 
 def check_stop(
