@@ -182,8 +182,9 @@ def _other_logprobs(
         theirs = [[v for _, v in (*t, *t[-1:] * (most - len(t)))] for t in request.output_top]
         gaps = np.abs(np.array(theirs) - taught.listed)
         worst = np.argmax(np.where(np.isnan(gaps), np.inf, gaps), axis=1)[:, None]
-        chosen = (np.take_along_axis(x, worst, 1)[:, 0] for x in (np.array(theirs), taught.listed))
-        lists.append(("output_top_logprobs", "a listed token at place", *chosen))
+        found = np.take_along_axis(np.array(theirs), worst, 1)[:, 0]
+        expected = np.take_along_axis(taught.listed, worst, 1)[:, 0]
+        lists.append(("output_top_logprobs", "a listed token at place", found, expected))
     for tensor, what, found, expected in lists:
         far = np.flatnonzero(~(np.abs(found - expected) <= NEAR_TIE[dtype]))
         if len(far):
