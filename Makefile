@@ -34,7 +34,7 @@ model: $(DEMO_ENV)
 
 test: $(TEST_ENV)
 	$(BIN)/python demo/model.py
-	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadscope $(if $(ALL),--exhaustive) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder $(if $(ALL),--exhaustive) $(PYTEST_ARGS)
 
 lint: $(TEST_ENV)
 	$(BIN)/ruff check .
