@@ -34,8 +34,8 @@ def pytest_configure(config: pytest.Config):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    # The long ones first, so that no worker is left alone with them at the end.
-    items.sort(key=lambda item: item.get_closest_marker("smollm2") is None)
+    # The long files first, so that no worker is left alone with them at the end.
+    items.sort(key=lambda item: item.parent.get_closest_marker("smollm2") is None)
     if config.getoption("--exhaustive"):
         return
     left = [item for item in items if item.get_closest_marker("exhaustive") is not None]
