@@ -368,7 +368,7 @@ def test_a_record_without_the_configured_boundaries():
 def test_rounds_of_an_engines_trees(served):
     """Rounds with topk above 1 are compared as trees, not as chains that accept less."""
     tree = TreeConfig(3, 2, 6)
-    s = scripted(tree=tree, draft_attention="beam_slots", count=2)
+    s = scripted(tree=tree, draft_attention="beam_slots", count=2, tokens=100)
     record = s.record
     if served != "right":
         items = [r for q in record.sequences[:1] for r in q.rounds]
