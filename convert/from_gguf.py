@@ -20,6 +20,7 @@ from eagle3_jax.files.gguf_file import GgufFile
 from eagle3_jax.files.gguf_model import GgufLlama, Weight, read_llama
 from eagle3_jax.files.gguf_tokenizer import GgufTokenizer, read_tokenizer
 from eagle3_jax.files.source import FileError, sha256_file
+from eagle3_jax.files.whole import put
 from eagle3_jax.version import __version__
 
 PROVENANCE = "provenance.json"
@@ -59,7 +60,7 @@ def convert(
             _write_folder(made, llama, tokenizer, progress)
             provenance = _provenance(file, llama, made)
             _write_json(made / PROVENANCE, provenance)
-            _move(made, out, Path(temporary) / "old")
+            put(made, out)
     except OSError as error:
         raise FileError(f"{out}: cannot be written: {error.strerror}") from None
     return {
@@ -149,19 +150,6 @@ def _provenance(file: GgufFile, llama: GgufLlama, folder: Path) -> dict[str, Any
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "versions": {"eagle3_jax": __version__, "gguf": importlib.metadata.version("gguf")},
     }
-
-
-def _move(made: Path, out: Path, aside: Path):
-    """Renames `made` to `out`; what was there steps aside, and back if that fails."""
-    if not out.exists():
-        made.rename(out)
-        return
-    out.rename(aside)
-    try:
-        made.rename(out)
-    except OSError:
-        aside.rename(out)
-        raise
 
 
 def intact(folder: Path, sha256: str) -> bool:

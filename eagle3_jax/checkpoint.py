@@ -19,6 +19,7 @@ from eagle3_jax.config import ConfigError, DraftConfig, LatentSizes, RopeConfig,
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.engines import run_as
 from eagle3_jax.files.shards import FileError, read_json
+from eagle3_jax.files.whole import put, umask
 from eagle3_jax.manifest import FORMAT, config_json, versions
 
 MANIFEST = "draft.json"
@@ -147,13 +148,13 @@ def save_draft(
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
     try:
-        temporary.chmod(0o777 & ~_umask())
+        temporary.chmod(0o777 & ~umask())
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save((temporary / WEIGHTS).absolute(), _nest(tensors))
             checkpointer.wait_until_finished()
         text = json.dumps(manifest, indent=1, allow_nan=False)
         (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        _replace(temporary, place)
+        put(temporary, place)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, Exception):  # tensorstore has its own for a full disk
@@ -297,29 +298,3 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]
         else:
             flat[prefix + key] = np.asarray(value)
     return flat
-
-
-def _replace(temporary: Path, path: Path):
-    """Moves the new folder into place; an old one stands until the new one is there."""
-    if not path.exists() or not any(path.iterdir()):
-        os.replace(temporary, path)
-        return
-    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=".draft.", suffix=".old"))
-    try:
-        os.replace(path, old)
-        try:
-            os.replace(temporary, path)
-        except BaseException:
-            os.replace(old, path)
-            raise
-    except BaseException:
-        if old.exists() and not any(old.iterdir()):
-            old.rmdir()
-        raise
-    shutil.rmtree(old)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import re
 import signal
@@ -125,15 +124,6 @@ def check_writable(path: Path):
         raise ConvertError("FILE", f"{path}: no folder {path.parent} to write in")
     if not os.access(path.absolute().parent, os.W_OK):
         raise ConvertError("FILE", f"{path}: no permission to write in {path.absolute().parent}")
-
-
-def finite(value: Any) -> Any:
-    """A JSON value with the numbers that JSON lacks (infinity, NaN) as words."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def note(lines: Iterable[str]):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from eagle3_jax.export_ids import TargetShape, implied_depth
 from eagle3_jax.export_rules import FORMS, Form
 from eagle3_jax.export_tensors import Planned, plan_tensors, write_tensors
 from eagle3_jax.files.shards import read_json
+from eagle3_jax.files.whole import put
 from eagle3_jax.findings import ConvertError, Finding, Findings
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -118,7 +118,7 @@ def write_export(
             digests = write_tensors(made / WEIGHTS, path, export.tensors)
             if verify:
                 _verify(made, export, digests)
-            _move(made, place, Path(temporary) / "old")
+            put(made, place)
     except OSError as error:
         raise ConvertError("FILE", f"{out}: cannot be written: {error.strerror}") from None
 
@@ -277,17 +277,3 @@ def _verify(made: Path, export: Export, digests: Mapping[str, str]):
             wrong.append(f"tensor {name} has other values")
     if wrong:
         raise ConvertError("EXPORT_DIFFERS", f"the export read back: {'; '.join(wrong)}")
-
-
-def _move(made: Path, out: Path, aside: Path):
-    """Renames `made` to `out`; an earlier export steps aside, and back if that fails."""
-    if not out.exists() or not any(out.iterdir()):
-        os.replace(made, out)
-        return
-    os.replace(out, aside)
-    try:
-        os.replace(made, out)
-    except BaseException:
-        os.replace(aside, out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)

@@ -1,7 +1,6 @@
 """`draft.json`: what was found, where every value comes from, and how to check it."""
 
 import dataclasses
-import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from eagle3_jax.draft_layers import Layers
 from eagle3_jax.draft_sizes import Sizes
 from eagle3_jax.draft_switches import Switches
 from eagle3_jax.files.shards import TensorSource, sha256_file
+from eagle3_jax.files.whole import finite
 from eagle3_jax.findings import Findings
 from eagle3_jax.rope_config import RopeChoice
 from eagle3_jax.source_config import SourceConfig
@@ -64,11 +64,11 @@ def conversion_manifest(
         "aux": _aux_json(draft.aux),
         "d2t": _vocab_json(vocab, config),
         "rope": {
-            "configured": _finite(_without_nulls(draft.rope.configured)),
+            "configured": finite(_without_nulls(draft.rope.configured)),
             "effective": _without_nulls(dataclasses.asdict(draft.rope.effective)),
         },
         "sources": {file.name: sha256_file(file) for file in files},
-        "source_config": _finite(draft.config.raw),
+        "source_config": finite(draft.config.raw),
         "source_tensors": {
             name: [source.dtype(name), list(source.shape(name))] for name in source.names()
         },
@@ -157,12 +157,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinity, which JSON does not have, as words."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

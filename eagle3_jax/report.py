@@ -1,10 +1,10 @@
 """One self-contained HTML page on one trace, or on two beside each other."""
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle3_jax.files.whole import whole_file
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.reports.compare import Pair, align
 from eagle3_jax.reports.page import Page
@@ -71,18 +71,5 @@ def save(page: str, path: Path, *, force: bool = False):
     """Writes text beside the destination, then renames it; as `write`."""
     if path.exists() and not force:
         raise ConvertError("FILE", f"{path}: exists; give another path, or --force to replace it")
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(page)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with whole_file(path, public=True, encoding="utf-8", newline="\n") as file:
+        file.write(page)

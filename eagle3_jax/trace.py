@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from eagle3_jax.files.whole import whole_file
 
 FORMAT = 1
 
@@ -178,15 +179,9 @@ def _round_json(item: Round) -> dict[str, Any]:
 
 
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]]):
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path, encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 def sglang_stats(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -368,14 +369,14 @@ def test_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
     out = tmp_path / "hf"
     convert(path, out)
     (out / "mark").touch()
-    rename = Path.rename
+    replace = os.replace
 
-    def refuse_new(self, target):
-        if self.name == "new":
+    def refuse_new(source, target):
+        if Path(source).name == "new":
             raise OSError(5, "Input/output error")
-        return rename(self, target)
+        replace(source, target)
 
-    monkeypatch.setattr(Path, "rename", refuse_new)
+    monkeypatch.setattr("os.replace", refuse_new)
     with pytest.raises(FileError, match="Input/output error"):
         convert(path, out, force=True)
     assert (out / "mark").exists()

@@ -12,8 +12,8 @@ from scripted_draft import ReferenceDraft, Sizes, Truth
 from scripted_records import Request, make
 
 import eagle3_jax as e3
-from eagle3_jax.command import finite
 from eagle3_jax.config import ConfigError, TreeConfig
+from eagle3_jax.files.whole import finite
 from eagle3_jax.record import EngineRound
 from eagle3_jax.replay import replay
 from eagle3_jax.replays.cost import Cost, priced, read_cost, sweep

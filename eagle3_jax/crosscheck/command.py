@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from eagle3_jax.checkpoint import load_draft
-from eagle3_jax.command import finite, note, say, stop_ids
+from eagle3_jax.command import note, say, stop_ids
 from eagle3_jax.config import DTYPES, TreeConfig
 from eagle3_jax.crosscheck.compare import compare, compare_recorded
 from eagle3_jax.crosscheck.live import saved_notes
@@ -24,6 +24,7 @@ from eagle3_jax.crosscheck.pair import compare_runs
 from eagle3_jax.crosscheck.reading import read_run, with_dump
 from eagle3_jax.crosscheck.result import Result
 from eagle3_jax.crosscheck.types import EngineRun
+from eagle3_jax.files.whole import finite
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.hub import model_folder
 from eagle3_jax.prompts import encode, read_jsonl

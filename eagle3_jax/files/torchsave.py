@@ -5,15 +5,15 @@ The format is torch's own since 1.6: a zip of `data.pkl`, in which each tensor i
 with `weights_only=True`.
 """
 
-import os
 import struct
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from eagle3_jax.files.whole import whole_file
 
 STORAGES = {
     "float64": "DoubleStorage",
@@ -37,18 +37,12 @@ def save(value: Mapping[str, Any], path: Path):
     """
     pickled = _Pickled()
     pickled.write(value)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("archive/data.pkl", pickled.finished())
-            archive.writestr("archive/byteorder", "little")
-            for number, array in enumerate(pickled.arrays):
-                archive.writestr(f"archive/data/{number}", array.tobytes())
-            archive.writestr("archive/version", "3\n")
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with whole_file(path, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled.finished())
+        archive.writestr("archive/byteorder", "little")
+        for number, array in enumerate(pickled.arrays):
+            archive.writestr(f"archive/data/{number}", array.tobytes())
+        archive.writestr("archive/version", "3\n")
 
 
 class _Pickled:

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.command import finite, say
+from eagle3_jax.command import say
+from eagle3_jax.files.whole import finite
 from eagle3_jax.hub import DRAFT_PATTERNS, local_path
 from eagle3_jax.inspect import inspect_draft
 from eagle3_jax.inspection.page import page

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import Boundary
+from eagle3_jax.files.whole import put
 from eagle3_jax.records.checks import Checks
 from eagle3_jax.records.last_state import FinalNorm
 from eagle3_jax.records.parts import Part
@@ -154,14 +155,14 @@ class RecordWriter:
         findings = (*self._checks.finish(), *self._notes)
         self._end_part(findings)
         if self._single:
-            _replace(self._temporary / self._parts[0][0], self.path)
+            put(self._temporary / self._parts[0][0], self.path)
             return
         parts = [{"file": name, "sequences": count} for name, count in self._parts]
         index = self._header(findings) | {"parts": parts}
         text = json.dumps(index, indent=1, allow_nan=False)
         (self._temporary / INDEX).write_text(text + "\n", encoding="utf-8")
         self._temporary.chmod(0o755)
-        _replace(self._temporary, self.path)
+        put(self._temporary, self.path)
 
     def _end_part(self, findings: Iterable[str] = ()):
         if self._part is None:
@@ -206,19 +207,3 @@ def check_destination(path: Path, force: bool = False):
         raise RecordError(f"{path}: exists and is not a record: never overwritten") from None
     if not force:
         raise RecordError(f"{path}: exists: --force overwrites it")
-
-
-def _replace(made: Path, path: Path):
-    """Moves what was made into place; an old record stands until the new one is there."""
-    if not path.exists() or (path.is_file() and made.is_file()):
-        os.replace(made, path)
-        return
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=".record.", suffix=".old"))
-    os.replace(path, aside / path.name)
-    try:
-        os.replace(made, path)
-    except OSError:
-        os.replace(aside / path.name, path)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

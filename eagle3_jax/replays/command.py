@@ -11,9 +11,10 @@ import jax
 
 from eagle3_jax import record as record_module
 from eagle3_jax.checkpoint import load_draft, manifest_config, read_manifest
-from eagle3_jax.command import check_writable, finite, say, tree_triple
+from eagle3_jax.command import check_writable, say, tree_triple
 from eagle3_jax.config import DTYPES, TreeConfig
 from eagle3_jax.engine_rules import ENGINES
+from eagle3_jax.files.whole import finite
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.hub import model_folder
 from eagle3_jax.record import Record

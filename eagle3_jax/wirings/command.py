@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.checkpoint import load_draft, read_manifest
-from eagle3_jax.command import finite, say, tree_triple
+from eagle3_jax.command import say, tree_triple
 from eagle3_jax.config import ConfigError, DraftConfig
 from eagle3_jax.doctor import diagnose, gap
 from eagle3_jax.draft import Shared
 from eagle3_jax.files.safetensors_file import SafetensorsFile
 from eagle3_jax.files.shards import FileError
 from eagle3_jax.files.source import TensorSource
+from eagle3_jax.files.whole import finite
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.hub import model_folder
 from eagle3_jax.record import load
