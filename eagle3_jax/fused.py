@@ -2,18 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from eagle3_jax.files.source import TensorSource
+from eagle3_jax.files.source import TensorSource, WrappedSource
 from eagle3_jax.findings import ConvertError, Findings
 from eagle3_jax.source_config import SourceConfig
 
 FUSED = re.compile(r"(.*\.)(qkv|gate_up)_proj\.(weight|bias)$")
 
 
-class SplitSource:
+class SplitSource(WrappedSource):
     """A source whose fused projections appear under the names of their parts.
 
     Rows stand in the order of the name, as vLLM and SGLang stack them: all query heads, all key
@@ -24,7 +23,7 @@ class SplitSource:
     """
 
     def __init__(self, source: TensorSource, config: SourceConfig, findings: Findings):
-        self._source = source
+        super().__init__(source)
         self._parts: dict[str, tuple[str, int, int]] = {}
         names: list[str] = []
         for name in source.names():
@@ -49,34 +48,29 @@ class SplitSource:
             fused = sorted({name for name, _, _ in self._parts.values()})
             findings.note("WEIGHT_FUSED", f"fused projections were split: {', '.join(fused)}")
 
-    @property
-    def files(self) -> tuple[Path, ...]:  # noqa: D102
-        return self._source.files
-
-    @property
-    def notes(self) -> tuple[str, ...]:  # noqa: D102
-        return self._source.notes
-
     def names(self) -> Sequence[str]:  # noqa: D102
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:  # noqa: D102
         if name not in self._parts:
-            return self._source.shape(name)
+            return super().shape(name)
         whole, start, stop = self._parts[name]
         return (stop - start, *self._source.shape(whole)[1:])
 
     def dtype(self, name: str) -> str:  # noqa: D102
-        return self._source.dtype(self._parts[name][0] if name in self._parts else name)
+        return super().dtype(self._whole(name))
 
     def where(self, name: str) -> str:  # noqa: D102
-        return self._source.where(self._parts[name][0] if name in self._parts else name)
+        return super().where(self._whole(name))
 
     def read(self, name: str) -> np.ndarray:  # noqa: D102
         if name not in self._parts:
-            return self._source.read(name)
+            return super().read(name)
         whole, start, stop = self._parts[name]
         return self._source.read(whole)[start:stop]
+
+    def _whole(self, name: str) -> str:
+        return self._parts[name][0] if name in self._parts else name
 
 
 def _rows(

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from eagle3_jax.files.source import TensorSource
+from eagle3_jax.files.source import TensorSource, WrappedSource
 from eagle3_jax.findings import ConvertError, Findings
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -31,7 +30,7 @@ def describe_quantised(names: Mapping[str, str] | Sequence[str]) -> str:
     return "--dequantise multiplies fp8 and int8 weights by their scales"
 
 
-class DequantisedSource:
+class DequantisedSource(WrappedSource):
     """A source whose fp8 and int8 weights are multiplied by their scales when read, as float32.
 
     The scale of `x.weight` is `x.weight_scale` (compressed-tensors, ModelOpt: a number, one a row,
@@ -45,7 +44,7 @@ class DequantisedSource:
     """
 
     def __init__(self, source: TensorSource, block: tuple[int, int] | None, findings: Findings):
-        self._source = source
+        super().__init__(source)
         self._block = block
         names = set(source.names())
         self._scales: dict[str, str] = {}
@@ -75,28 +74,14 @@ class DequantisedSource:
                 f"({sorted(self._scales)[0]!r} and others), as --dequantise asks: float32 now",
             )
 
-    @property
-    def files(self) -> tuple[Path, ...]:  # noqa: D102
-        return self._source.files
-
-    @property
-    def notes(self) -> tuple[str, ...]:  # noqa: D102
-        return self._source.notes
-
     def names(self) -> Sequence[str]:  # noqa: D102
         return self._names
 
-    def shape(self, name: str) -> tuple[int, ...]:  # noqa: D102
-        return self._source.shape(name)
-
     def dtype(self, name: str) -> str:  # noqa: D102
-        return "float32" if name in self._scales else self._source.dtype(name)
-
-    def where(self, name: str) -> str:  # noqa: D102
-        return self._source.where(name)
+        return "float32" if name in self._scales else super().dtype(name)
 
     def read(self, name: str) -> np.ndarray:  # noqa: D102
-        weight = self._source.read(name)
+        weight = super().read(name)
         if name not in self._scales:
             return weight
         scale = self._source.read(self._scales[name]).astype(np.float32)

@@ -53,6 +53,36 @@ class TensorSource(Protocol):
         ...
 
 
+class WrappedSource:
+    """A source that shows another one's tensors; a subclass changes what differs."""
+
+    def __init__(self, source: TensorSource):
+        self._source = source
+
+    @property
+    def files(self) -> tuple[Path, ...]:  # noqa: D102
+        return self._source.files
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # noqa: D102
+        return self._source.notes
+
+    def names(self) -> Sequence[str]:  # noqa: D102
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:  # noqa: D102
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> str:  # noqa: D102
+        return self._source.dtype(name)
+
+    def read(self, name: str) -> np.ndarray:  # noqa: D102
+        return self._source.read(name)
+
+    def where(self, name: str) -> str:  # noqa: D102
+        return self._source.where(name)
+
+
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """One JSON object from a file.
 

@@ -85,8 +85,11 @@ def dumped_tree(folder: Path) -> dict[str, int]:
     request; the verification has `num_draft_tokens` rows. One drafted level leaves no pass: its
     topk is then the rows below the root.
     """
+    steps = steps_of(folder)
+    if not any(FUSED in names for names in steps.values()):
+        return {}  # no draft ran: nothing needs to be read
     passes, topk, extended = 0, 0, False
-    for number, names in sorted(steps_of(folder).items()):
+    for number, names in sorted(steps.items()):
         step = Step(number, names, folder, 0, None)
         if step.is_extend:
             passes, topk, extended = 0, 0, True
