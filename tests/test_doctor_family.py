@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scripted_draft import Truth
 from scripted_records import Request, make
+from selection import by_default
 
 from eagle3_jax.doctor import diagnose
 
@@ -46,10 +47,7 @@ def extra(s) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "index",
-    [pytest.param(i, marks=[pytest.mark.exhaustive] if i >= 2 else []) for i in range(24)],
-)
+@pytest.mark.parametrize("index", by_default(range(24), lambda i, _: i < 2))
 def test_random_wirings_are_found(index):
     """Even ones have one fault, odd ones two; the accept length comes back to the script's."""
     truth, claim = draw(index)

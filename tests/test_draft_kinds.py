@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from random_models import draft_config, random_draft, random_target, target_config
 from replay_records import of_target
+from selection import by_default
 
 import eagle3_jax as e3
 from eagle3_jax.attention_config import LatentSizes, RopeConfig
@@ -59,13 +60,7 @@ def pair(name: str):
 
 def kinds(*usual: str):
     """All kinds, those not usual on request only."""
-    return pytest.mark.parametrize(
-        "kind",
-        [
-            pytest.param(name, marks=[] if name in usual else [pytest.mark.exhaustive])
-            for name in KINDS
-        ],
-    )
+    return pytest.mark.parametrize("kind", by_default(KINDS, lambda _, name: name in usual))
 
 
 @functools.partial(jax.jit, static_argnames="structure")

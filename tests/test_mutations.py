@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import mutations as m
 import numpy as np
 import pytest
+from selection import by_default
 from sglang_compare import compare_with_golden
 from sglang_goldens import load
 
@@ -284,10 +285,7 @@ def repeats(index: int, mutation: Mutation) -> bool:
 
 @pytest.mark.parametrize(
     "mutation",
-    [
-        pytest.param(x, marks=[pytest.mark.exhaustive] if repeats(i, x) else [])
-        for i, x in enumerate(MUTATIONS)
-    ],
+    by_default(MUTATIONS, lambda i, x: not repeats(i, x)),
     ids=lambda x: x.name.replace(" ", "-"),
 )
 def test_the_goldens_notice(mutation, read_draft, tiny_target, monkeypatch):

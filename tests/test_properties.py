@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from random_models import draft_config, random_draft, random_target, target_config
+from selection import by_default
 
 import eagle3_jax as e3
 from eagle3_jax import loop
@@ -54,10 +55,7 @@ def prompts_for(rng: np.random.Generator, batch: int) -> list[list[int]]:
     return [rng.integers(0, 13, rng.integers(1, 15)).tolist() for _ in range(batch)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in USUAL else [pytest.mark.exhaustive]) for n in SHAPES],
-)
+@pytest.mark.parametrize("name", by_default(SHAPES, lambda _, name: name in USUAL))
 def test_speculation_keeps_the_text(name):
     batch, triple, mode, target_changes, draft_changes = SHAPES[name]
     tree = e3.TreeConfig(*triple)

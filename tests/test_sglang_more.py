@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from selection import by_default
 
 import eagle3_jax as e3
 
@@ -33,11 +34,7 @@ def model(name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case["name"], marks=[pytest.mark.exhaustive] if i % 5 else [])
-        for i, case in enumerate(CASES)
-    ],
+    "case", by_default(CASES, lambda i, _: i % 5 == 0), ids=lambda case: case["name"]
 )
 def test_answers_and_statistics(case, converted):
     folder = model(case["target"])

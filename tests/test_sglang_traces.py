@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from selection import by_default
 from sglang_compare import TIE, Comparison, compare_round, compare_with_golden
 from sglang_goldens import FOLDER, TRACES, load
 
@@ -16,10 +17,7 @@ NUMBERS = range(4)
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(case, marks=[pytest.mark.exhaustive] if case == "tree_s2_k2_d4" else [])
-        for case in TRACES
-    ],
+    params=by_default(TRACES, lambda _, case: case != "tree_s2_k2_d4"),
 )
 def recorded(request):
     return load("traces", request.param)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import by_default
 from sglang_compare import compare_with_golden
 from sglang_goldens import Request, load
 
@@ -49,11 +50,7 @@ ON_REQUEST = (
 
 def variants(*names: str):
     return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=[pytest.mark.exhaustive] if name in ON_REQUEST else [])
-            for name in names
-        ],
+        "name", by_default(names, lambda _, name: name not in ON_REQUEST)
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from selection import by_default
 from smollm2_goldens import greedy, read
 
 import eagle3_jax as e3
@@ -60,11 +61,8 @@ MORE = (
 
 def runs(*prefixes: str) -> list:
     """The runs of an engine, those of MORE only for `--exhaustive`."""
-    return [
-        pytest.param(name, marks=[pytest.mark.exhaustive] if name in MORE else [])
-        for name in RUNS
-        if name.startswith(prefixes)
-    ]
+    names = [name for name in RUNS if name.startswith(prefixes)]
+    return by_default(names, lambda _, name: name not in MORE)
 
 
 OFFICIAL, SGLANG, BF16 = runs("chain", "tree"), runs("sglang_"), runs("bf16_")
