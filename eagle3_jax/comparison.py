@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eagle3_jax.driver import Job
-from eagle3_jax.generation import Generation
+from eagle3_jax.run import Generation
 
 NEAR_TIE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}
 """Logits closer than this may change places between two programs that sum in another order, by the

@@ -19,10 +19,12 @@ from eagle3_jax.draft_config import (
     check_boundaries,
     default_boundaries,
 )
+from eagle3_jax.sampling_config import AcceptRule, SamplingConfig
 
 __all__ = [
     "DEFAULT_BOUNDARIES",
     "DTYPES",
+    "AcceptRule",
     "AttentionConfig",
     "Boundary",
     "ConfigError",
@@ -30,6 +32,7 @@ __all__ = [
     "LatentAttentionConfig",
     "LatentSizes",
     "RopeConfig",
+    "SamplingConfig",
     "TargetConfig",
     "TreeConfig",
     "check_boundaries",

@@ -9,7 +9,9 @@ from typing import Any
 from eagle3_jax.checks import check_draft_attention
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.generation import Generation, generate, rounds, speculate, versions
+from eagle3_jax.generation import generate, rounds, speculate
+from eagle3_jax.run import Generation, describe, versions
+from eagle3_jax.sampling_config import AcceptRule, SamplingConfig, accept_rule
 from eagle3_jax.targets.base import Target
 from eagle3_jax.trace import Round, Trace, sglang_stats
 from eagle3_jax.tree import DraftAttention
@@ -17,7 +19,10 @@ from eagle3_jax.tree import DraftAttention
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The arguments every call of a command shares; draft and tree are None for plain decoding."""
+    """The arguments every call of a command shares; draft and tree are None for plain decoding.
+
+    Prompt i of the command is sampled with `sampling`'s one seed plus i.
+    """
 
     target: Target
     draft: Eagle3Draft | None
@@ -25,11 +30,13 @@ class Job:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     draft_attention: DraftAttention | None = None
+    sampling: SamplingConfig | None = None
+    rule: AcceptRule | None = None
 
-    def call(self, ids: Sequence[Sequence[int]], trace: bool = False) -> Generation:
-        """`speculate` or `generate`, as the job says."""
+    def call(self, ids: Sequence[Sequence[int]], trace: bool = False, first: int = 0) -> Generation:
+        """`speculate` or `generate`, as the job says; `first` counts the prompts before these."""
         if self.draft is None or self.tree is None:
-            return self.plain(ids, trace)
+            return self.plain(ids, trace, first)
         return speculate(
             self.target,
             self.draft,
@@ -38,20 +45,25 @@ class Job:
             tree=self.tree,
             draft_attention=self.draft_attention,
             stop_token_ids=self.stop_token_ids,
+            sampling=self.sampling_of(ids, first),
+            rule=self.rule,
             trace=trace,
         )
 
-    def plain(self, ids: Sequence[Sequence[int]], trace: bool = False) -> Generation:
+    def plain(
+        self, ids: Sequence[Sequence[int]], trace: bool = False, first: int = 0
+    ) -> Generation:
         """`generate`, whatever the draft."""
         return generate(
             self.target,
             ids,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=self.stop_token_ids,
+            sampling=self.sampling_of(ids, first),
             trace=trace,
         )
 
-    def rounds(self, ids: Sequence[Sequence[int]]) -> Iterator[Round]:
+    def rounds(self, ids: Sequence[Sequence[int]], first: int = 0) -> Iterator[Round]:
         """The same generation as `call`, one round after the other."""
         return rounds(
             self.target,
@@ -61,11 +73,27 @@ class Job:
             tree=self.tree,
             draft_attention=self.draft_attention,
             stop_token_ids=self.stop_token_ids,
+            sampling=self.sampling_of(ids, first),
+            rule=self.rule if self.draft is not None else None,
         )
 
-    def first_tokens(self, ids: Sequence[Sequence[int]]) -> list[int]:
-        """The prefill's token of each prompt."""
-        return [t[0] for t in generate(self.target, ids, max_new_tokens=1).tokens]
+    @property
+    def accept_rule(self) -> AcceptRule:
+        """The rule that runs."""
+        return accept_rule(self.rule, self.sampling, 1 if self.tree is None else self.tree.topk)
+
+    def first_token(self, ids: Sequence[int], index: int) -> int:
+        """The prefill's token of prompt `index`."""
+        sampling = self.sampling_of([ids], index)
+        return generate(self.target, [ids], max_new_tokens=1, sampling=sampling).tokens[0][0]
+
+    def sampling_of(self, ids: Sequence[Sequence[int]], first: int) -> SamplingConfig | None:
+        """`sampling` with the seeds of the prompts from `first` on."""
+        if self.sampling is None:
+            return None
+        assert isinstance(self.sampling.seed, int)
+        start = self.sampling.seed + first
+        return self.sampling.with_seed(tuple(s % 2**32 for s in range(start, start + len(ids))))
 
 
 class Outcome:
@@ -119,6 +147,7 @@ class Outcome:
         """The rounds driven one by one, as `speculate(trace=True)` would have recorded them."""
         job = self.job
         dtype, attention = {"target": str(job.target.dtype)}, None
+        rule = job.accept_rule
         if job.draft is not None:
             dtype["draft"] = str(job.draft.dtype)
             attention = check_draft_attention(job.draft, job.draft_attention)
@@ -127,7 +156,8 @@ class Outcome:
             tokens=self.tokens,
             rounds=self.rounds,
             tree=None if job.tree is None else dataclasses.asdict(job.tree),
-            rule="greedy",
+            rule=rule.name,
+            sampling=None if job.sampling is None else describe(job.sampling, rule),
             draft_attention=attention,
             dtype=dtype,
             engine=None if job.draft is None else job.draft.engine,
@@ -169,7 +199,7 @@ def drive(
                 if by_round:
                     _follow(outcome, first, ids, on_round, ctrl_c)
                 else:
-                    outcome.put(first, job.call(ids))
+                    outcome.put(first, job.call(ids, first=first))
                 on_batch(outcome, first + len(ids))
         except KeyboardInterrupt:
             outcome.interrupted = True
@@ -184,7 +214,7 @@ def _follow(
     ctrl_c: "_CtrlC",
 ):
     ctrl_c.wait_for_round = False
-    for item in outcome.job.rounds(ids):
+    for item in outcome.job.rounds(ids, first):
         ctrl_c.wait_for_round = True
         moved = dataclasses.replace(item, sequence=first + item.sequence)
         outcome.add(moved)
@@ -192,10 +222,8 @@ def _follow(
         if ctrl_c.asked:
             raise KeyboardInterrupt
     ended = [i for i in range(first, first + len(ids)) if not outcome.tokens[i]]
-    if ended:  # by the prefill's token, which no round carries
-        tokens = outcome.job.first_tokens([outcome.prompts[i] for i in ended])
-        for i, token in zip(ended, tokens, strict=True):
-            outcome.tokens[i].append(token)
+    for i in ended:  # by the prefill's token, which no round carries
+        outcome.tokens[i].append(outcome.job.first_token(outcome.prompts[i], i))
 
 
 class _CtrlC:

@@ -25,14 +25,17 @@ from eagle3_jax.generate_report import Report, progress
 from eagle3_jax.hub import model_folder
 from eagle3_jax.live import LiveView, has_color, legend
 from eagle3_jax.prompts import Prompt
+from eagle3_jax.sampling import check_bias
+from eagle3_jax.sampling_arguments import add_sampling_arguments, sampling_of
 from eagle3_jax.stopwatch import Stopwatch
 from eagle3_jax.targets import load_target
 from eagle3_jax.tokenizer import Tokenizer
 from eagle3_jax.tree import DRAFT_ATTENTIONS
 
-SPECULATE = """Greedy decoding with an EAGLE-3 draft. Exit status 0; 1 when --compare finds a text
-that differs by more than a near tie; 2 with one error; 130 after Ctrl-C."""
-GENERATE = "Greedy decoding without a draft. Exit status 0, 2 with one error, 130 after Ctrl-C."
+SPECULATE = """Decoding with an EAGLE-3 draft, greedy or sampled. Exit status 0; 1 when --compare
+finds a text that differs by more than a near tie; 2 with one error; 130 after Ctrl-C."""
+GENERATE = """Decoding without a draft, greedy or sampled. Exit status 0, 2 with one error, 130
+after Ctrl-C."""
 
 
 def add_speculate_arguments(parser: argparse.ArgumentParser):
@@ -45,6 +48,7 @@ def add_speculate_arguments(parser: argparse.ArgumentParser):
     add("--draft-attention", choices=DRAFT_ATTENTIONS, help="what a drafted row sees")
     add("--as-engine", metavar="NAME", help=f"as one would: {', '.join(ENGINES)}")
     _add_shared(parser)
+    add_sampling_arguments(parser, rules=True)
     add("--compare", action="store_true", help="also decode without the draft, side by side")
     parser.set_defaults(run=run)
 
@@ -53,6 +57,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser):
     """The arguments of `eagle3 generate`."""
     _add_models(parser, draft=False)
     _add_shared(parser)
+    add_sampling_arguments(parser, rules=False)
     parser.set_defaults(run=run, draft=None, compare=False)
 
 
@@ -102,6 +107,11 @@ class _Command:
         self.tree = None
         if args.draft is not None:
             self.tree = TreeConfig(args.num_steps, args.topk, args.num_draft_tokens)
+        self.sampling, self.rule = sampling_of(args)
+        if args.compare and args.temperature:
+            raise ConvertError(
+                "USAGE", "--compare needs temperature 0: two sampled texts are two draws"
+            )
         _at_least_one("--max-new-tokens", args.max_new_tokens)
         _at_least_one("--batch-size", args.batch_size)
         if args.trace is not None:
@@ -169,7 +179,17 @@ class _Command:
         if draft_folder is not None:
             engine, attention = args.as_engine, args.draft_attention
             draft = load_draft(draft_folder, target=target, dtype=args.dtype, as_engine=engine)
-        self.job = Job(target, draft, self.tree, args.max_new_tokens, tuple(stop), attention)
+        check_bias(self.sampling, config.vocab_size)
+        self.job = Job(
+            target,
+            draft,
+            self.tree,
+            args.max_new_tokens,
+            tuple(stop),
+            attention,
+            self.sampling,
+            self.rule,
+        )
 
     def _live(self) -> Outcome:
         if self.tree is not None:

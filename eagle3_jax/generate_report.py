@@ -45,6 +45,7 @@ class Report:
             "accept_lengths": outcome.accept_lengths,
             "stats": outcome.stats,
             "tree": None if tree is None else dataclasses.asdict(tree),
+            "rule": outcome.job.accept_rule.name,
         }
         if self.tokenizer is not None:
             result["texts"] = [self.text(tokens) for tokens in outcome.tokens]

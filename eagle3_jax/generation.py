@@ -1,50 +1,15 @@
 """The public way to generate: everything checked on the host, then one program on the device."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from eagle3_jax import loop, memory
-from eagle3_jax.checks import (
-    Prompts,
-    check_draft_attention,
-    check_models,
-    check_pair,
-    check_prompts,
-    check_stop_ids,
-    encode_prompts,
-)
-from eagle3_jax.config import Boundary, ConfigError, TreeConfig, whole_number
+from eagle3_jax.checks import Prompts
+from eagle3_jax.config import ConfigError, SamplingConfig, TreeConfig
 from eagle3_jax.draft import Eagle3Draft
-from eagle3_jax.modules import take_apart
-from eagle3_jax.state import Limits, Program, RoundRecord, Weights
+from eagle3_jax.run import Generation, Run
+from eagle3_jax.sampling_config import AcceptRule
 from eagle3_jax.targets.base import Target
-from eagle3_jax.trace import Round, Trace, sglang_stats
+from eagle3_jax.trace import Round
 from eagle3_jax.tree import DraftAttention
-from eagle3_jax.version import installed
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What a call returned, one entry per prompt.
-
-    Attributes:
-      tokens: new token ids only; a stop token is the last of them.
-      stats: SGLang 0.5.23's names and formulas (`trace.sglang_stats`) and `finish_reason`.
-      accept_lengths: tokens committed by each round, bonus included, before any cut.
-      trace: every round in full when asked for, else None.
-      texts: `tokens` as text when the prompts were texts, else None.
-    """
-
-    tokens: list[list[int]]
-    stats: list[dict[str, Any]]
-    accept_lengths: list[list[int]]
-    trace: Trace | None = dataclasses.field(default=None, repr=False)
-    texts: list[str] | None = None
 
 
 def generate(
@@ -53,22 +18,35 @@ def generate(
     *,
     max_new_tokens: int,
     stop_token_ids: Sequence[int] | None = None,
+    sampling: SamplingConfig | None = None,
     trace: bool = False,
 ) -> Generation:
-    """Greedy decoding without a draft, one token a target pass.
+    """Decoding without a draft, one token a target pass.
 
     Args:
       prompts: lists of token ids, of any lengths, or texts (tokenizer extra), encoded as they
         stand; `Tokenizer.apply_chat_template` renders a conversation.
       max_new_tokens: per prompt, at least 1.
       stop_token_ids: None for the target's own eos, () for none.
+      sampling: None is greedy.
       trace: record every pass (a round whose tree is its root).
 
     Raises:
       ConfigError: before anything is compiled: an empty prompt, an id outside the vocabulary, a
-        prompt that does not fit (with the memory it would need).
+        prompt that does not fit (with the memory it would need), a seed or bias that does not fit
+        the prompts or the vocabulary.
     """
-    run = _Run(target, None, prompts, max_new_tokens, None, None, stop_token_ids, trace)
+    run = Run(
+        target,
+        None,
+        prompts,
+        max_new_tokens,
+        None,
+        None,
+        stop_token_ids,
+        trace,
+        sampling=sampling,
+    )
     return run.finish()
 
 
@@ -81,23 +59,41 @@ def speculate(
     tree: TreeConfig,
     draft_attention: DraftAttention | None = None,
     stop_token_ids: Sequence[int] | None = None,
+    sampling: SamplingConfig | None = None,
+    rule: str | AcceptRule | None = None,
     trace: bool = False,
 ) -> Generation:
-    """Greedy decoding with a draft: the text of `generate` in fewer target passes.
+    """Decoding with a draft: the text of `generate` in fewer target passes.
+
+    Sampled, it is another draw from the same distribution as `generate`'s, unless the rule's
+    thresholds say otherwise (`AcceptRule.lossless`).
 
     Args:
       tree: SGLang's num_steps, topk, num_draft_tokens.
       draft_attention: what a drafted row sees of earlier drafted rows: `"ancestors"` (SafeAILab) or
         `"beam_slots"` (SGLang); None for the draft's own (`load_draft(as_engine=...)` sets it).
-      prompts, max_new_tokens, stop_token_ids, trace: as for `generate`.
+      rule: at a temperature, `"target_only"` (None), `"rejection"`, or an `AcceptRule`.
+      prompts, max_new_tokens, stop_token_ids, sampling, trace: as for `generate`.
 
     Raises:
       ConfigError: as for `generate`; also a draft made for another target width, vocabulary or
-        depth, or a topk above the draft vocabulary.
+        depth, a topk above the draft vocabulary, or a rule that does not go with the temperature
+        or the tree.
     """
     if draft is None or tree is None:
         raise ConfigError("speculate needs a draft and a tree; generate decodes without")
-    run = _Run(target, draft, prompts, max_new_tokens, tree, draft_attention, stop_token_ids, trace)
+    run = Run(
+        target,
+        draft,
+        prompts,
+        max_new_tokens,
+        tree,
+        draft_attention,
+        stop_token_ids,
+        trace,
+        sampling=sampling,
+        rule=rule,
+    )
     return run.finish()
 
 
@@ -110,6 +106,8 @@ def rounds(
     tree: TreeConfig | None,
     draft_attention: DraftAttention | None = None,
     stop_token_ids: Sequence[int] | None = None,
+    sampling: SamplingConfig | None = None,
+    rule: str | AcceptRule | None = None,
     tensors: bool = False,
     follow: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Round]:
@@ -129,229 +127,23 @@ def rounds(
         `prefill.fused`, `prefill.target_aux`, `prefill.target_logits`, `prefill.extend_tokens`,
         `prefill.extend_logits`.
       follow: output tokens, one list a prompt: they count as the target's choice as far as they go,
-        whatever it would have chosen (`Round.margins` is below 0 where it would not have).
+        whatever it would have chosen (`Round.margins` is below 0 where it would not have). Greedy
+        decoding only.
       The rest as for `speculate`.
     """
-    run = _Run(
-        target, draft, prompts, max_new_tokens, tree, draft_attention, stop_token_ids, True, tensors
+    run = Run(
+        target,
+        draft,
+        prompts,
+        max_new_tokens,
+        tree,
+        draft_attention,
+        stop_token_ids,
+        True,
+        tensors,
+        sampling,
+        rule,
     )
     if follow is not None:
         run.follow(follow)
     return run.stream()
-
-
-class _Run:
-    """One checked call."""
-
-    def __init__(
-        self,
-        target: Target,
-        draft: Eagle3Draft | None,
-        prompts: Prompts,
-        max_new_tokens: int,
-        tree: TreeConfig | None,
-        draft_attention: DraftAttention | None,
-        stop_token_ids: Sequence[int] | None,
-        trace: bool,
-        tensors: bool = False,
-    ):
-        check_models(target, draft, tree)
-        self.target, self.draft, self.tree = target, draft, tree
-        ids, self.tokenizer = encode_prompts(prompts, target)
-        self.prompts = check_prompts(ids, target.config.vocab_size)
-        max_new_tokens = whole_number(max_new_tokens, "max_new_tokens")
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
-        self.max_new_tokens = max_new_tokens
-        self.stop_ids = check_stop_ids(
-            target.config.eos_token_ids if stop_token_ids is None else stop_token_ids
-        )
-        self.draft_attention: DraftAttention = "ancestors"
-        boundaries: tuple[Boundary, ...] = ()
-        if draft is not None:
-            assert tree is not None
-            self.draft_attention = check_draft_attention(draft, draft_attention)
-            boundaries = check_pair(target, draft, tree)
-        longest = max(map(len, self.prompts))
-        self.padded = _bucket(longest)
-        self.capacity = _bucket(max_new_tokens)
-        window = 1 if tree is None else tree.window
-        self.slots = _round_up(self.padded + self.capacity + window, 32)
-        self._check_fits(longest)
-        target_leaves, target_structure = take_apart(target)  # type: ignore[arg-type]
-        draft_leaves, draft_structure = ((), None) if draft is None else take_apart(draft)
-        self.weights = Weights(target_leaves, draft_leaves)
-        self.program = Program(
-            target_structure,
-            draft_structure,
-            tree,
-            boundaries,
-            self.draft_attention,
-            trace=trace,
-            tensors=tensors,
-        )
-        self.limits = Limits(
-            jnp.asarray(max_new_tokens, jnp.int32),
-            jnp.asarray(_padded_stop_ids(self.stop_ids), jnp.int32),
-        )
-
-    def follow(self, outputs: Sequence[Sequence[int]]):
-        """Takes the target's choices from these tokens as far as they go.
-
-        Raises:
-          ConfigError: not one list a prompt, or an id outside the vocabulary.
-        """
-        if len(outputs) != len(self.prompts):
-            raise ConfigError(f"{len(outputs)} texts to follow for {len(self.prompts)} prompts")
-        forced = np.full((len(self.prompts), self.slots), -1, np.int32)
-        size = self.target.config.vocab_size
-        for row, prompt, given in zip(forced, self.prompts, outputs, strict=True):
-            wrong = next((t for t in given if not 0 <= t < size), None)
-            if wrong is not None:
-                raise ConfigError(f"id {wrong} of a text to follow is outside 0..{size - 1}")
-            part = np.asarray(given, np.int32)[: len(row) - len(prompt)]
-            row[len(prompt) : len(prompt) + len(part)] = part
-        self.limits = dataclasses.replace(self.limits, forced=jnp.asarray(forced))
-
-    def _check_fits(self, longest: int):
-        config = self.target.config
-        limit = config.max_position_embeddings
-        asked = self._need(len(self.prompts))
-        if longest + self.max_new_tokens > limit:
-            raise ConfigError(
-                f"a prompt of {longest} tokens and max_new_tokens={self.max_new_tokens} make "
-                f"{longest + self.max_new_tokens} positions, the target has {limit}; the caches "
-                f"would take {asked.caches / memory.MIB:.1f} MiB"
-            )
-        memory.check_need(asked, memory.free_bytes(), self._need(1).total, len(self.prompts))
-
-    def _need(self, batch: int) -> memory.Need:
-        draft = self.draft
-        return memory.need(
-            memory.Shape(batch, self.padded, self.slots),
-            self.target.config,
-            self.target.dtype.itemsize,
-            None if draft is None else draft.config,
-            0 if draft is None else draft.dtype.itemsize,
-            self.tree,
-        )
-
-    def _start(self, trace: bool):
-        padded = np.zeros((len(self.prompts), self.padded), np.int32)
-        for row, prompt in zip(padded, self.prompts, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = np.asarray([len(p) for p in self.prompts], np.int32)
-        return loop.start_jit(
-            dataclasses.replace(self.program, trace=trace),
-            self.weights,
-            padded,
-            lengths,
-            self.limits,
-            slots=self.slots,
-            capacity=self.capacity,
-        )
-
-    def finish(self) -> Generation:
-        state, _ = self._start(self.program.trace)
-        state = loop.finish_jit(self.program, self.weights, state, self.limits)
-        out, num_new, correct, log, count = jax.device_get(
-            (state.out, state.num_new, state.correct, state.log, state.rounds)
-        )
-        tokens = [row[:n].tolist() for row, n in zip(out, num_new, strict=True)]
-        correct = [column[column >= 0].tolist() for column in correct.T]
-        stats = self._stats(tokens, correct)
-        trace = None
-        if log is not None:
-            found = []
-            for index in range(count):
-                found += self._rounds(index, jax.tree.map(lambda x, i=index: x[i], log), {})
-            trace = self._trace(tokens, found, stats)
-        accept = [[k + 1 for k in column] for column in correct]
-        accept = accept if self.tree else [[] for _ in accept]
-        texts = None if self.tokenizer is None else [self.tokenizer.decode(t) for t in tokens]
-        return Generation(tokens, stats, accept, trace, texts)
-
-    def stream(self) -> Iterator[Round]:
-        state, first = self._start(False)
-        first = {f"prefill.{name}": value for name, value in first.items()}
-        index = 0
-        while not bool(np.all(state.done)):
-            state, record, tensors = loop.round_jit(self.program, self.weights, state, self.limits)
-            if self.program.tensors:
-                tensors = jax.device_get(tensors | (first if index == 0 else {}))
-            yield from self._rounds(index, jax.device_get(record), tensors)
-            index += 1
-
-    def _rounds(
-        self, index: int, record: RoundRecord, tensors: dict[str, np.ndarray]
-    ) -> Iterator[Round]:
-        tree = record.tree
-        for b in range(len(self.prompts)):
-            if not record.active[b]:
-                continue
-            path = record.path[b, : record.num_correct[b] + 1]
-            predicted = record.predicted[b]
-            yield Round(
-                sequence=b,
-                index=index,
-                length=int(record.length[b]),
-                tokens=tree.tokens[b].tolist(),
-                parents=[-1, *tree.parents[b, 1:].tolist()],
-                scores=tree.scores[b].tolist(),
-                draft_probs=tree.probs[b].tolist(),
-                positions=record.positions[b].tolist(),
-                predicted=predicted.tolist(),
-                margins=record.margins[b].tolist(),
-                accepted=path.tolist(),
-                bonus=int(predicted[path[-1]]),
-                emitted=predicted[path][: record.kept[b]].tolist(),
-                tensors={k: v[b] for k, v in tensors.items()} if self.program.tensors else None,
-            )
-
-    def _stats(self, tokens: list[list[int]], correct: list[list[int]]) -> list[dict[str, Any]]:
-        nodes = None if self.tree is None else self.tree.num_draft_tokens
-        result = []
-        for prompt, new, k in zip(self.prompts, tokens, correct, strict=True):
-            if new[-1] in self.stop_ids:
-                reason: dict[str, Any] = {"type": "stop", "matched": new[-1]}
-            else:
-                reason = {"type": "length", "length": len(new)}
-            result.append(sglang_stats(len(prompt), len(new), k, nodes) | {"finish_reason": reason})
-        return result
-
-    def _trace(self, tokens: list[list[int]], found: list[Round], stats: list) -> Trace:
-        dtype = {"target": str(self.target.dtype)}
-        if self.draft is not None:
-            dtype["draft"] = str(self.draft.dtype)
-        return Trace(
-            prompts=self.prompts,
-            tokens=tokens,
-            rounds=found,
-            tree=dataclasses.asdict(self.tree) if self.tree else None,
-            rule="greedy",
-            draft_attention=self.draft_attention if self.tree else None,
-            dtype=dtype,
-            engine=self.draft.engine if self.draft is not None else None,
-            versions=versions(),
-            stats=stats,
-        )
-
-
-def versions() -> dict[str, str]:
-    """Of this package and those it computes with."""
-    return installed("jax", "jaxlib", "flax", "numpy")
-
-
-def _bucket(n: int) -> int:
-    """Sizes share compilations: powers of two from 16 to 64, then multiples of 64."""
-    if n > 64:
-        return _round_up(n, 64)
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _padded_stop_ids(ids: tuple[int, ...]) -> list[int]:
-    return [*ids, *[-1] * (_round_up(max(len(ids), 1), 8) - len(ids))]

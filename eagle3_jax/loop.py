@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eagle3_jax import verify
+from eagle3_jax import choice, sampling
 from eagle3_jax.cache import KVCache
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.layers import Rows
 from eagle3_jax.state import Limits, LoopState, Program, RoundRecord, Weights
 from eagle3_jax.targets.base import Target
-from eagle3_jax.tree import Seed, Tree, grow, select, top_probabilities
+from eagle3_jax.tree import Seed, Tree, grow, select
+from eagle3_jax.verify import Accepted
 
 
 def start(
@@ -48,7 +49,7 @@ def start(
     states, aux, cache = target.states(prompts, rows, cache, program.boundaries)
     last = (lengths - 1)[:, None, None]
     logits = target.logits(jnp.take_along_axis(states, last, axis=1)[:, 0])
-    bonus = _choose(logits[:, None], lengths[:, None] - 1, limits)[:, 0]
+    bonus = choice.first_token(program, logits, lengths, limits)
     tensors = {"target_aux": aux, "target_logits": logits}
 
     draft_cache, seed = None, None
@@ -63,11 +64,15 @@ def start(
             following, fused, rows, draft.new_cache(B, slots), shared=shared
         )
         out = jnp.take_along_axis(out, last, axis=1)
-        seed, draft_logits = _seed(program, draft, out[:, 0], shared)
+        seed, draft_logits = _seed(program, draft, out[:, 0], shared, lengths, limits)
         tensors |= {"fused": fused, "extend_tokens": following, "extend_logits": draft_logits}
 
     new = jnp.zeros((B, capacity + program.rows), jnp.int32).at[:, 0].set(bonus)
     stopped = jnp.any(bonus[:, None] == limits.stop_ids[None], axis=1)
+    counts = None
+    if program.sampling is not None and program.sampling.penalties:
+        counts = jnp.zeros(logits.shape, jnp.int32)
+        counts = sampling.count(counts, bonus[:, None], jnp.ones((B,), jnp.int32))
     state = LoopState(
         target_cache=cache,
         draft_cache=draft_cache,
@@ -79,6 +84,7 @@ def start(
         done=stopped | (limits.max_new_tokens <= 1),
         rounds=jnp.zeros((), jnp.int32),
         correct=jnp.full((capacity, B), -1, jnp.int32),
+        counts=counts,
         log=None,
     )
     if program.trace:
@@ -94,10 +100,10 @@ def round_(
     """Drafts a tree, verifies it in one target pass, keeps the accepted path, reseeds the draft."""
     target: Target = program.target.build(weights.target)
     tensors: dict[str, jax.Array] = {}
-    draft_cache, draft = state.draft_cache, None
+    draft_cache, draft, draft_probs = state.draft_cache, None, None
     if program.draft is not None and program.tree is not None:
         draft = program.draft.build(weights.draft)
-        tree, draft_cache, tensors = _draft_tree(program, draft, target, state)
+        tree, draft_cache, draft_probs, tensors = _draft_tree(program, draft, target, state, limits)
     else:
         tree = Tree.root(state.bonus, jnp.float32)
 
@@ -107,29 +113,32 @@ def round_(
         tree.tokens, rows, state.target_cache, program.boundaries
     )
     logits = target.logits(states)
-    predicted = _choose(logits, positions, limits)
-    path, num_correct = verify.greedy(tree, predicted, program.rows - 1)
+    verified = choice.verified(program, tree, logits, positions, state, limits, draft_probs)
+    path, num_correct = verified.accepted.path, verified.accepted.num_correct
+    tokens = verified.accepted.tokens  # [B, rows]
     if program.tree is not None and program.tree.topk > 1:
         target_cache = target_cache.keep(path, state.length)
 
-    tokens = jnp.take_along_axis(predicted, path, axis=1)  # [B, rows]
-    kept, stopped = _cut(tokens, num_correct, state, limits)
+    kept, stopped = choice.cut(tokens, num_correct, state, limits)
     num_new = state.num_new + kept
     seed = state.seed
     if draft is not None:
         assert draft_cache is not None
         seed, draft_cache, extended = _extend(
-            program, draft, target, state.length, tokens, path, aux, num_correct, draft_cache
+            program, draft, target, limits, state.length, verified.accepted, aux, draft_cache
         )
-        tensors |= extended | {"target_logits": logits, "target_aux": aux}
+        tensors |= extended
+    tensors |= {"target_logits": logits, "target_aux": aux}
 
     record = RoundRecord(
         active=~state.done,
         length=state.length,
         tree=tree,
         positions=positions,
-        predicted=predicted,
-        margins=_margins(logits, predicted) if program.trace else jnp.zeros_like(tree.scores),
+        predicted=verified.predicted,
+        margins=verified.margins,
+        target_probs=verified.target_probs,
+        expected_drafts=verified.expected_drafts,
         path=path,
         num_correct=num_correct,
         kept=kept,
@@ -152,13 +161,14 @@ def round_(
             jnp.where(state.done, -1, num_correct)[None],
             (state.rounds, jnp.zeros((), jnp.int32)),
         ),
+        counts=None if state.counts is None else sampling.count(state.counts, tokens, kept),
     )
     return state, record, tensors if program.tensors else {}
 
 
 def _draft_tree(
-    program: Program, draft: Eagle3Draft, target: Target, state: LoopState
-) -> tuple[Tree, KVCache, dict[str, jax.Array]]:
+    program: Program, draft: Eagle3Draft, target: Target, state: LoopState, limits: Limits
+) -> tuple[Tree, KVCache, jax.Array | None, dict[str, jax.Array]]:
     config, shared = program.tree, target.shared()
     assert config is not None
     assert state.seed is not None
@@ -182,7 +192,16 @@ def _draft_tree(
         tensors[f"draft_hidden.{level}"] = fed_back
         return logits, fed_back
 
-    candidates = grow(state.seed, forward, draft.to_target, config, program.draft_attention)
+    drawn_from = [state.seed.drawn_from]
+
+    def propose(level, logits):
+        probs, ids, whole = choice.propose(program, limits, state.length, level, logits)
+        drawn_from.append(whole)
+        return probs, ids
+
+    candidates = grow(
+        state.seed, forward, draft.to_target, config, program.draft_attention, propose
+    )
     tree, selected = select(candidates, state.bonus, config)
     tensors |= {
         "candidate_tokens": candidates.tokens,
@@ -191,18 +210,30 @@ def _draft_tree(
         "selected": selected,
         "ancestors": tree.ancestors,
     }
-    return tree, cache, tensors
+    return tree, cache, _over_target(draft, target, drawn_from), tensors
+
+
+def _over_target(
+    draft: Eagle3Draft, target: Target, drawn_from: list[jax.Array | None]
+) -> jax.Array | None:
+    """[B, num_steps, V] from each level's [B, W]: draft ids are moved to target ids."""
+    levels = [q for q in drawn_from if q is not None]
+    if not levels:
+        return None
+    narrow = jnp.stack(levels, axis=1)
+    wide = jnp.zeros((*narrow.shape[:2], target.config.vocab_size), narrow.dtype)
+    ids = draft.to_target(jnp.arange(narrow.shape[2], dtype=jnp.int32))
+    return wide.at[:, :, ids].set(narrow)
 
 
 def _extend(
     program: Program,
     draft: Eagle3Draft,
     target: Target,
+    limits: Limits,
     length: jax.Array,  # [B]
-    tokens: jax.Array,  # [B, rows] the target's token after each accepted node
-    path: jax.Array,  # [B, rows]
+    accepted: Accepted,
     aux: jax.Array,  # [B, N, A, E]
-    num_correct: jax.Array,  # [B]
     cache: KVCache,
 ) -> tuple[Seed, KVCache, dict[str, jax.Array]]:
     """Writes the accepted tokens' draft KV from target states; the last row seeds the next round.
@@ -210,51 +241,23 @@ def _extend(
     Rows past the accepted ones hold leftovers that the next round overwrites before anything sees
     them (SGLang `_draft_extend_for_decode`).
     """
-    shared = target.shared()
-    accepted = jnp.take_along_axis(aux, path[:, :, None, None], axis=1)
+    shared, tokens, count = target.shared(), accepted.tokens, accepted.num_correct
+    states = jnp.take_along_axis(aux, accepted.path[:, :, None, None], axis=1)
     out, cache = draft.step(
-        tokens, draft.fuse(accepted), Rows.chain(length, program.rows), cache, shared=shared
+        tokens, draft.fuse(states), Rows.chain(length, program.rows), cache, shared=shared
     )
-    last = jnp.take_along_axis(out, num_correct[:, None, None], axis=1)[:, 0]
-    seed, logits = _seed(program, draft, last, shared)
+    last = jnp.take_along_axis(out, count[:, None, None], axis=1)[:, 0]
+    seed, logits = _seed(program, draft, last, shared, length + count + 1, limits)
     return seed, cache, {"extend_tokens": tokens, "extend_hidden": out, "extend_logits": logits}
 
 
-def _seed(program: Program, draft: Eagle3Draft, out: jax.Array, shared) -> tuple[Seed, jax.Array]:
-    assert program.tree is not None
+def _seed(
+    program: Program, draft: Eagle3Draft, out: jax.Array, shared, length: jax.Array, limits: Limits
+) -> tuple[Seed, jax.Array]:
+    """Level 0 of the round that starts at `length` [B], from the draft's last row out [B, D]."""
     logits = draft.logits(out, shared=shared)
-    probs, ids = top_probabilities(logits, program.tree.topk)
-    return Seed(probs, draft.to_target(ids), draft.feedback(out)), logits
-
-
-def _cut(
-    tokens: jax.Array, num_correct: jax.Array, state: LoopState, limits: Limits
-) -> tuple[jax.Array, jax.Array]:
-    """How many of a round's tokens [B, rows] are kept, and whether the last is a stop id."""
-    rows = tokens.shape[1]
-    index = jnp.arange(rows, dtype=jnp.int32)[None]
-    is_stop = jnp.any(tokens[:, :, None] == limits.stop_ids[None, None], axis=2)
-    first_stop = jnp.min(jnp.where(is_stop, index, rows), axis=1)
-    room = limits.max_new_tokens - state.num_new
-    kept = jnp.minimum(jnp.minimum(num_correct + 1, first_stop + 1), room)
-    kept = jnp.where(state.done, 0, kept)
-    return kept, kept == first_stop + 1
-
-
-def _choose(logits: jax.Array, positions: jax.Array, limits: Limits) -> jax.Array:
-    """The target's token after rows at positions [B, T]: the text's where one is given."""
-    predicted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if limits.forced is None:
-        return predicted
-    given = jnp.take_along_axis(limits.forced, positions + 1, axis=1, mode="clip")
-    return jnp.where(given >= 0, given, predicted)
-
-
-def _margins(logits: jax.Array, predicted: jax.Array) -> jax.Array:
-    """The chosen logit minus the best of the others; below 0 where a text chose another."""
-    taken = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] == predicted[:, :, None]
-    chosen = jnp.max(jnp.where(taken, logits, -jnp.inf), axis=-1)
-    return (chosen - jnp.max(jnp.where(taken, -jnp.inf, logits), axis=-1)).astype(jnp.float32)
+    probs, ids, drawn_from = choice.propose(program, limits, length, 0, logits)
+    return Seed(probs, draft.to_target(ids), draft.feedback(out), drawn_from), logits
 
 
 def finish(program: Program, weights: Weights, state: LoopState, limits: Limits) -> LoopState:

@@ -7,6 +7,7 @@ import jax
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import Boundary, TreeConfig
 from eagle3_jax.modules import Structure
+from eagle3_jax.sampling import SamplingPlan, SamplingValues
 from eagle3_jax.tree import DraftAttention, Seed, Tree
 
 
@@ -21,11 +22,17 @@ class Program:
     draft_attention: DraftAttention
     trace: bool = False
     tensors: bool = False
+    sampling: SamplingPlan | None = None  # None: greedy on the target's own logits
 
     @property
     def rows(self) -> int:
         """Tokens a round can commit at most."""
         return 1 if self.tree is None else self.tree.num_steps + 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn rather than the most likely ones taken."""
+        return self.sampling is not None and self.sampling.rule.name != "greedy"
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +52,7 @@ class Limits:
     max_new_tokens: jax.Array  # [] int32
     stop_ids: jax.Array  # [n] int32, -1 where unused
     forced: jax.Array | None = None  # [B, slots] int32 by position, -1 where the target chooses
+    sampling: SamplingValues | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +66,8 @@ class RoundRecord:
     positions: jax.Array  # [B, N]
     predicted: jax.Array  # [B, N]
     margins: jax.Array  # [B, N], zeros unless traced
+    target_probs: jax.Array  # [B, N], zeros unless traced and sampled
+    expected_drafts: jax.Array  # [B], zeros unless traced and sampled
     path: jax.Array  # [B, rows]
     num_correct: jax.Array  # [B]
     kept: jax.Array  # [B] tokens added to the output, after the cut
@@ -78,4 +88,5 @@ class LoopState:
     done: jax.Array  # [B] bool
     rounds: jax.Array  # [] int32 rounds run
     correct: jax.Array  # [capacity, B] int32 accepted drafts by round, -1 where none ran
+    counts: jax.Array | None  # [B, V] int32 new tokens so far, where penalties read them
     log: RoundRecord | None  # every leaf [capacity, B, ...], when tracing

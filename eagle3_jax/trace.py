@@ -28,12 +28,17 @@ class Round:
         `select_top_k_tokens`; a chain computes none there and has 1 everywhere).
       draft_probs: the draft's own probability of each node's token, 1 for the root.
       positions: RoPE position of each node, `length + depth`.
-      predicted: the target's own next token after each node.
+      predicted: the target's own next token after each node; sampled, the one drawn after accepted
+        nodes, the most likely one elsewhere.
       margins: the target's best logit minus its second best after each node; small margins are
-        where rounding may choose. Empty when not recorded.
+        where rounding may choose. Empty when not recorded, and when sampled.
       accepted: nodes of the accepted path, root first.
       bonus: the target's token after the last accepted node.
       emitted: tokens this round added to the output, cut at a stop token or max_new_tokens.
+      target_probs: sampled, the target's probability of each node's token after its parent, all
+        processors applied, 1 for the root; else empty.
+      expected_drafts: sampled, how many of the drafted tokens the rule accepts on average over its
+        coins (`verify.expected_drafts`); else None.
       tensors: on request, arrays by name (states, logits); never stored.
     """
 
@@ -50,6 +55,8 @@ class Round:
     accepted: list[int]
     bonus: int
     emitted: list[int]
+    target_probs: list[float] = dataclasses.field(default_factory=list)
+    expected_drafts: float | None = None
     tensors: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -72,7 +79,9 @@ class Trace:
       tokens: new token ids of each prompt, the prefill's first.
       rounds: in the order they ended; `Round.sequence` tells whose.
       tree: `{"num_steps", "topk", "num_draft_tokens"}`, None for plain decoding.
-      rule: the acceptance rule, `"greedy"`.
+      rule: the acceptance rule, `"greedy"`, `"target_only"` or `"rejection"`.
+      sampling: `SamplingConfig.json()` and under `"rule"` `AcceptRule.json()`, which says whether
+        the text follows the target's distribution (`lossless`); None for plain greedy decoding.
       draft_attention: `"ancestors"`, `"beam_slots"`, or None for plain decoding.
       dtype: of target and draft. engine: the profile the draft was run as, if any.
       versions: of the packages that computed it.
@@ -88,6 +97,7 @@ class Trace:
     engine: str | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     stats: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    sampling: dict[str, Any] | None = None
 
     def of(self, sequence: int) -> list[Round]:
         """The rounds of one prompt, in order."""
@@ -100,6 +110,7 @@ class Trace:
             "format": FORMAT,
             "tree": self.tree,
             "rule": self.rule,
+            "sampling": self.sampling,
             "draft_attention": self.draft_attention,
             "dtype": self.dtype,
             "engine": self.engine,
@@ -169,6 +180,7 @@ class Trace:
             engine=header["engine"],
             versions=header["versions"],
             stats=[s["stats"] for s in ordered],
+            sampling=header.get("sampling"),
         )
 
 

@@ -24,6 +24,7 @@ class Seed:
     probs: jax.Array  # [B, topk] draft probabilities over the draft vocabulary
     tokens: jax.Array  # [B, topk] int32 target ids
     hidden: jax.Array  # [B, D] the state to feed back
+    drawn_from: jax.Array | None = None  # [B, W] the distribution of a sampled draft's token
 
 
 @jax.tree_util.register_dataclass
@@ -78,12 +79,17 @@ DraftForward = Callable[[int, jax.Array, jax.Array, jax.Array], tuple[jax.Array,
 the states to feed back [B, topk, D]; the new rows go to window slots level * topk + beam."""
 
 
+Propose = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
+"""(level, logits [B, topk, W]) -> probabilities and draft ids [B, topk, topk] of that level."""
+
+
 def grow(
     seed: Seed,
     forward: DraftForward,
     to_target: Callable[[jax.Array], jax.Array],
     config: TreeConfig,
     draft_attention: DraftAttention,
+    propose: Propose | None = None,
 ) -> Candidates:
     """Drafts num_steps levels with num_steps - 1 draft forwards.
 
@@ -92,6 +98,8 @@ def grow(
     its own path (SafeAILab/EAGLE `topK_genrate`); `"beam_slots"`, the rows written at its own beam
     number, whichever path they belonged to (SGLang's KV slots). With topk = 1 or fewer than three
     levels the two are the same.
+
+    `propose`: how a level's tokens come from the draft's logits; None for `top_probabilities`.
     """
     k = config.topk
     B = seed.tokens.shape[0]
@@ -105,7 +113,7 @@ def grow(
     for level in range(config.num_steps - 1):
         seen = seen | jnp.asarray(_own_bits(level, k, words))[None]
         logits, hidden = forward(level, tokens, hidden, seen)
-        probs, ids = top_probabilities(logits, k)
+        probs, ids = top_probabilities(logits, k) if propose is None else propose(level + 1, logits)
         child_scores = scores[:, :, None] * probs if k > 1 else jnp.ones_like(probs)
         proposed = Candidates(
             to_target(ids).reshape(B, k * k),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax import loop, tree, verify
+from eagle3_jax import choice, loop, tree, verify
 from eagle3_jax.cache import KVCache
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.modules import tensors_of
@@ -158,7 +158,10 @@ def greedy_with(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
         original = verify.greedy
 
         def greedy(drafted, predicted, num_steps):
-            return change(*original(drafted, predicted, num_steps), num_steps)
+            found = original(drafted, predicted, num_steps)
+            path, num_correct = change(found.path, found.num_correct, num_steps)
+            tokens = jnp.take_along_axis(predicted, path, axis=1)
+            return verify.Accepted(path, num_correct, tokens)
 
         patch.setattr(verify, "greedy", greedy)
 
@@ -171,9 +174,10 @@ def extend_with(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     def apply(patch: pytest.MonkeyPatch):
         original = loop._extend
 
-        def extend(program, draft, target, length, tokens, path, aux, num_correct, cache):
-            path, num_correct = change(path, num_correct)
-            return original(program, draft, target, length, tokens, path, aux, num_correct, cache)
+        def extend(program, draft, target, limits, length, accepted, *rest):
+            path, num_correct = change(accepted.path, accepted.num_correct)
+            changed = dataclasses.replace(accepted, path=path, num_correct=num_correct)
+            return original(program, draft, target, limits, length, changed, *rest)
 
         patch.setattr(loop, "_extend", extend)
 
@@ -185,7 +189,7 @@ def extend_writes_nothing(patch: pytest.MonkeyPatch):
 
     def extend(*args):
         seed, _, tensors = original(*args)
-        return seed, args[-1], tensors
+        return seed, args[-1], tensors  # the cache it was given
 
     patch.setattr(loop, "_extend", extend)
 
@@ -211,7 +215,7 @@ def softmax_over_the_best(patch: pytest.MonkeyPatch):
         return probs / probs.sum(axis=-1, keepdims=True), ids
 
     patch.setattr(tree, "top_probabilities", probabilities)
-    patch.setattr(loop, "top_probabilities", probabilities)
+    patch.setattr(choice, "top_probabilities", probabilities)
 
 
 def positions_by_node(patch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from random_models import draft_config, random_draft, random_target, target_conf
 
 import eagle3_jax as e3
 from eagle3_jax import loop, memory
-from eagle3_jax.generation import _Run
+from eagle3_jax.run import Run
 
 WIDE = {
     "hidden_size": 64,
@@ -34,7 +34,7 @@ def pair():
 def test_estimate_covers_what_xla_allocates(pair, prompt, batch):
     target, draft = pair
     tree = e3.TreeConfig(3, 4, 16)
-    run = _Run(target, draft, [[1] * prompt] * batch, 20, tree, None, (), False)
+    run = Run(target, draft, [[1] * prompt] * batch, 20, tree, None, (), False)
     asked = run._need(batch)
     prompts = jnp.zeros((batch, run.padded), jnp.int32)
     lengths = jnp.full((batch,), prompt, jnp.int32)

@@ -191,9 +191,8 @@ def test_greedy_on_every_tree_is_the_walk(nodes):
                     tokens[c] = int(t)
             predicted = rng.integers(0, 3, nodes).tolist()
             expected = walk(parents, tokens, predicted)
-            path, correct = accept(
-                as_tree(parents, tokens), jnp.asarray([predicted], jnp.int32), nodes
-            )
+            found = accept(as_tree(parents, tokens), jnp.asarray([predicted], jnp.int32), nodes)
+            path, correct = found.path, found.num_correct
             assert int(correct[0]) == len(expected) - 1
             assert path[0, : len(expected)].tolist() == expected
             assert path[0, len(expected) :].tolist() == [0] * (nodes + 1 - len(expected))

@@ -152,7 +152,8 @@ def test_greedy_verification(case, pruned, number):
     tree, _ = pruned
     nodes = config.num_draft_tokens
     predicted = own[f"verify{number}.target_predict"]
-    path, num_correct = verify.greedy(tree, jnp.asarray(predicted, jnp.int32), config.num_steps)
+    found = verify.greedy(tree, jnp.asarray(predicted, jnp.int32), config.num_steps)
+    path, num_correct = found.path, found.num_correct
     np.testing.assert_array_equal(num_correct, own[f"verify{number}.num_correct_drafts"])
     for row in range(bs):
         accepted = np.asarray(path)[row, : int(num_correct[row]) + 1].tolist()

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import ConfigError, TreeConfig
-from eagle3_jax.generation import versions
 from eagle3_jax.record import Record
 from eagle3_jax.replays.bin import BinReplay, Runner
 from eagle3_jax.replays.result import ReplayResult
 from eagle3_jax.replays.rows import Part, Rows, pack
+from eagle3_jax.run import versions
 from eagle3_jax.trace import Round, Trace
 from eagle3_jax.tree import Candidates, Tree, select
 
