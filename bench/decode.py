@@ -33,9 +33,9 @@ from run import PROMPTS  # noqa: E402
 import eagle3_jax as e3  # noqa: E402
 from eagle3_jax import loop  # noqa: E402
 from eagle3_jax.draft import Eagle3Draft  # noqa: E402
-from eagle3_jax.generation import _Run  # noqa: E402
 from eagle3_jax.layers import Rows, chain_bits  # noqa: E402
 from eagle3_jax.modules import take_apart  # noqa: E402
+from eagle3_jax.run import Run  # noqa: E402
 from eagle3_jax.tokenizer import Tokenizer  # noqa: E402
 from eagle3_jax.tree import top_probabilities  # noqa: E402
 
@@ -45,7 +45,7 @@ SLOTS = 160
 
 def seconds_per_round(target, draft, ids, tree) -> tuple[float, int]:
     """Of the compiled loop alone, and the rounds it ran."""
-    run = _Run(target, draft, [ids], args.max_new_tokens, tree, None, (), False)
+    run = Run(target, draft, [ids], args.max_new_tokens, tree, None, (), False)
 
     def once() -> tuple[float, int]:
         state, _ = run._start(False)

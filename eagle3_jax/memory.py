@@ -47,12 +47,15 @@ def need(
     draft: DraftConfig | None,
     draft_itemsize: int,
     tree: TreeConfig | None,
+    *,
+    sampled: bool = False,
 ) -> Need:
     """An upper estimate of caches and temporaries.
 
     Caches: keys and values of every layer and slot. Temporaries: the larger of prefill (one
     layer's attention scores four times in float32, its MLP, the captured states) and a round
-    (target logits and their copy, draft logits, attention scores, who is whose ancestor).
+    (target logits and their copy, draft logits, attention scores, who is whose ancestor; `sampled`:
+    counts, probabilities, their order and what is left of them).
     """
     models = [(target, target_itemsize)] + ([(draft, draft_itemsize)] if draft else [])
     caches = sum(
@@ -72,6 +75,8 @@ def need(
     if draft is not None and tree is not None:
         rounds += 2 * 4 * shape.batch * tree.topk * draft.draft_vocab_size
         rounds += 12 * shape.batch * nodes**2
+    if sampled:
+        rounds += 5 * 4 * shape.batch * nodes * target.vocab_size
     return Need(caches, max(prefill, rounds))
 
 

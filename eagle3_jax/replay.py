@@ -16,6 +16,7 @@ from eagle3_jax.replays.bin import Runner
 from eagle3_jax.replays.result import MODES, Mode, ReplayResult
 from eagle3_jax.replays.trace import replay_trace
 from eagle3_jax.replays.walk import Walker
+from eagle3_jax.sampling_config import AcceptRule
 from eagle3_jax.tree import DraftAttention
 
 CHUNK, CAPACITY = 128, 1024
@@ -31,6 +32,7 @@ def replay(
     draft_attention: DraftAttention | None = None,
     refresh: bool = True,
     temperatures: Sequence[float] = (),
+    rule: AcceptRule | None = None,
     window: int | None = None,
     trace: bool = False,
     chunk: int = CHUNK,
@@ -50,6 +52,7 @@ def replay(
       refresh: committed tokens get their draft KV from target states, as every engine does; False
         keeps what drafting wrote (chains, free).
       temperatures: also the expected accept length there, from the record's logprobs (chains).
+      rule: who accepts at a temperature; None is `target_only` without thresholds below 1.
       window: the draft's max_position_embeddings, to mark in tables.
       trace: fill `TreeReplay.trace` (free, refreshed).
       chunk: rows a call, a multiple of 32. capacity: rows of short sequences side by side.
@@ -60,11 +63,11 @@ def replay(
     """
     asked = [trees] if isinstance(trees, TreeConfig) else list(trees)
     attention = check_draft_attention(draft, draft_attention)
-    _check(record, draft, asked, mode, shared, refresh, temperatures, chunk)
+    _check(record, draft, asked, mode, shared, refresh, temperatures, rule, chunk)
     slots = check_for_draft(record, draft.config)
     names = [record.boundaries[i] for i in slots]
     runner = Runner(draft, shared, slots, names, attention, chunk)
-    call = Walker(record, runner, asked, mode, refresh, tuple(temperatures))
+    call = Walker(record, runner, asked, mode, refresh, tuple(temperatures), rule or AcceptRule())
     capacity = -(-capacity // chunk) * chunk
     call.run(capacity)
     result = call.result(window)
@@ -87,6 +90,7 @@ def _check(
     shared: Shared | None,
     refresh: bool,
     temperatures: Sequence[float],
+    rule: AcceptRule | None,
     chunk: int,
 ):
     if not trees or not all(isinstance(t, TreeConfig) for t in trees):
@@ -112,6 +116,8 @@ def _check(
         )
     if not refresh and (mode != "free" or any(t.topk > 1 for t in trees)):
         raise ConfigError("refresh=False is for chains in free mode: what a tree keeps is not one")
+    if rule is not None and (rule.sampled_drafts or rule.name == "greedy"):
+        raise ConfigError("rule: a replay's drafts are certain, expected target_only or rejection")
     if any(not t > 0 for t in temperatures):
         raise ConfigError(f"temperatures are {tuple(temperatures)}, expected numbers above 0")
     check_fields(record)

@@ -159,6 +159,7 @@ class Run:
             None if draft is None else draft.config,
             0 if draft is None else draft.dtype.itemsize,
             self.tree,
+            sampled=self.sampling is not None,
         )
 
     def _start(self, trace: bool):

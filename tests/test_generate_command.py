@@ -184,6 +184,60 @@ def test_generate_is_generate(printed, models, ids, tmp_path, tiny_target):
     assert [r.sequence for r in written.rounds] == [i for i in range(4) for _ in range(19)]
 
 
+def test_sampling_is_speculate_with_a_seed_a_prompt(
+    printed, pair, ids, tmp_path, tiny_target, tiny_draft
+):
+    flags = ["--temperature", "0.9", "--top-k", "20", "--logit-bias", '{"7": -100}', "--seed", "5"]
+    argv = [*pair, *ids, *flags, "--max-new-tokens", "12", "--stop", "none", "--batch-size", "3"]
+    found = printed([*argv, "--rule", "rejection", "--trace", str(tmp_path / "t.jsonl")])
+    config = e3.SamplingConfig(0.9, top_k=20, logit_bias={7: -100}, seed=[5, 6, 7, 8])
+    expected = e3.speculate(
+        tiny_target,
+        tiny_draft,
+        PROMPTS,
+        max_new_tokens=12,
+        tree=e3.TreeConfig(3),
+        stop_token_ids=(),
+        sampling=config,
+        rule="rejection",
+    )
+    assert found["tokens"] == expected.tokens
+    assert found["rule"] == "rejection"
+    trace = e3.Trace.load(tmp_path / "t.jsonl")
+    assert trace.tokens == expected.tokens
+    assert trace.sampling["rule"]["lossless"] is True
+    assert trace.sampling["logit_bias"] == {"7": -100.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--temperature", "1", "--top-p", "0"], "top_p is 0"),
+        (["--rule", "rejection"], "temperature > 0"),
+        (["--threshold-acc", "0.5"], "temperature > 0"),
+        (["--temperature", "1", "--rule", "rejection", "--threshold-acc", "0.5"], "threshold_acc"),
+        (["--temperature", "1", "--sampled-drafts", *TREE], "needs a chain"),
+        (["--temperature", "1", "--block"], "sampled_drafts=True"),
+        (["--temperature", "1", "--compare"], "--compare needs temperature 0"),
+        (["--temperature", "1", "--logit-bias", '{"500": 1}'], "names token 500"),
+    ],
+)
+def test_sampling_errors(call, pair, ids, flags, message):
+    status, out, err = call([*pair, *ids, *flags])
+    assert status == 2
+    assert message in err
+    assert out == ""
+
+
+@pytest.mark.parametrize("bias", ["4", "[1]", "{", '{"a": 1}', '{"1": 1e999}'])
+def test_a_bias_that_is_no_bias(call, pair, ids, bias):
+    status, out, err = call([*pair, *ids, "--temperature", "1", "--logit-bias", bias])
+    assert status == 2
+    assert "--logit-bias" in err
+    assert out == ""
+
+
 def test_dtypes(printed, pair, models, ids, tmp_path):
     file = tmp_path / "trace.jsonl"
     shared = [*ids, "--max-new-tokens", "3", "--trace", str(file)]

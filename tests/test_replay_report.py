@@ -12,14 +12,14 @@ from scripted_draft import ReferenceDraft, Sizes, Truth
 from scripted_records import Request, make
 
 import eagle3_jax as e3
-from eagle3_jax.config import ConfigError, TreeConfig
+from eagle3_jax.config import AcceptRule, ConfigError, TreeConfig
 from eagle3_jax.files.whole import finite
 from eagle3_jax.record import EngineRound
 from eagle3_jax.replay import replay
 from eagle3_jax.replays.cost import Cost, priced, read_cost, sweep
 from eagle3_jax.replays.report import as_json, lines
 from eagle3_jax.replays.tables import by_distance, by_position, by_tag, misses, ranks
-from eagle3_jax.replays.temperature import _probability
+from eagle3_jax.replays.temperature import _chance, _probability
 from eagle3_jax.trace import Trace
 
 CHAIN = TreeConfig(3)
@@ -413,6 +413,24 @@ def test_a_draft_trained_otherwise_is_low_not_wrong():
     claim = Truth(norm_before_residual=True)
     found = replay(made.record, made.draft(claim), CHAIN, shared=made.shared())
     assert found.trees[0].accept_length < 1.6
+
+
+def test_thresholds_raise_what_is_expected_at_a_temperature():
+    made = make(Request(tokens=120), top=256)
+    exact = run(made, temperatures=(1.0,))
+    for rule in (AcceptRule(threshold_acc=0.5), AcceptRule(threshold_single=0.2)):
+        found = run(made, temperatures=(1.0,), rule=rule)
+        pairs = list(zip(found.trees[0].rounds, exact.trees[0].rounds, strict=True))
+        assert all(a.expected >= b.expected for a, b in pairs)
+        assert sum(a.expected[0] for a, _ in pairs) > sum(b.expected[0] for _, b in pairs) + 1e-3
+    for p, rule, chance in [
+        (0.3, AcceptRule(), 0.3),
+        (0.3, AcceptRule(threshold_acc=0.5), 0.6),
+        (0.6, AcceptRule(threshold_acc=0.5), 1.0),
+        (0.3, AcceptRule(threshold_single=0.3), 1.0),
+        (0.0, AcceptRule(threshold_single=0.0, threshold_acc=0.0), 0.0),
+    ]:
+        assert _chance(p, rule) == pytest.approx(chance)
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.3, 0.9, 1.0, 1.5, 4.0, 20.0])

@@ -12,7 +12,7 @@ import jax
 from eagle3_jax import record as record_module
 from eagle3_jax.checkpoint import load_draft, manifest_config, read_manifest
 from eagle3_jax.command import check_writable, say, tree_triple
-from eagle3_jax.config import DTYPES, TreeConfig
+from eagle3_jax.config import DTYPES, AcceptRule, TreeConfig
 from eagle3_jax.engine_rules import ENGINES
 from eagle3_jax.files.whole import finite
 from eagle3_jax.findings import ConvertError
@@ -60,6 +60,8 @@ def add_parser(subparsers: Any):
         metavar="X",
         help="also the accept length expected when sampling at X; repeatable",
     )
+    add("--threshold-single", type=float, default=1.0, metavar="X", help="SGLang's, with it (1)")
+    add("--threshold-acc", type=float, default=1.0, metavar="X", help="SGLang's, with it (1)")
     add("--cost", metavar="FILE|VALUES", help="decode=10,draft=0.8,verify=4:11,verify=32:14")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
     add("--also-dtype", choices=DTYPES, help="replay in this one too, such as the engine's")
@@ -124,6 +126,9 @@ def _replay(
             draft_attention=args.draft_attention,
             refresh=not args.keep_draft_kv,
             temperatures=tuple(args.temperature or ()),
+            rule=AcceptRule(
+                threshold_single=args.threshold_single, threshold_acc=args.threshold_acc
+            ),
             window=window,
             trace=args.trace is not None,
         )

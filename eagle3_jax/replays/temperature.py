@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax.record import RecordSequence
+from eagle3_jax.sampling_config import AcceptRule
 
 
 def expected_drafts(
@@ -13,11 +14,13 @@ def expected_drafts(
     proposed: np.ndarray,
     temperatures: Sequence[float],
     vocab_size: int,
+    rule: AcceptRule,
 ) -> tuple[float, ...] | None:
     """Of one chain, at each temperature.
 
     A drafted token y is accepted with the target's probability p_T(y): deterministic drafts leave
-    nothing else to SGLang's `target_only` rule and to lossless rejection. The sum of products over
+    nothing else to SGLang's `target_only` rule and to lossless rejection; thresholds below 1 raise
+    it to p / threshold_acc, or to 1 from threshold_single on. The sum of products over
     the levels is exact as far as the drafts are the record's own tokens and one token past them;
     what an accepted other token would lead to is not in a greedy record and counts as nothing, so
     the number is a lower bound that grows loose as the temperature rises.
@@ -38,10 +41,17 @@ def expected_drafts(
             row = start + level - sequence.first
             if token < 0 or row >= len(ids):
                 break
-            path *= _probability(ids[row], logprobs[row], token, temperature, vocab_size)
+            p = _probability(ids[row], logprobs[row], token, temperature, vocab_size)
+            path *= _chance(p, rule)
             expected += path
         found.append(expected)
     return tuple(found)
+
+
+def _chance(p: float, rule: AcceptRule) -> float:
+    if rule.lossless or p == 0:
+        return p
+    return 1.0 if p >= rule.threshold_single else min(p / max(rule.threshold_acc, 1e-9), 1.0)
 
 
 def _probability(

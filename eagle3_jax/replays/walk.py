@@ -20,6 +20,7 @@ from eagle3_jax.replays.result import (
 )
 from eagle3_jax.replays.rows import Part, Rows, Run, judged_runs, longest_repeat, pack
 from eagle3_jax.replays.temperature import expected_drafts
+from eagle3_jax.sampling_config import AcceptRule
 
 
 class Walker:
@@ -33,10 +34,11 @@ class Walker:
         mode: Mode,
         refresh: bool,
         temperatures: tuple[float, ...],
+        rule: AcceptRule,
     ):
         self.record, self.runner, self.trees = record, runner, trees
         self.mode: Mode = mode
-        self.refresh, self.temperatures = refresh, temperatures
+        self.refresh, self.temperatures, self.rule = refresh, temperatures, rule
         self.rounds: list[list[ReplayRound]] = [[] for _ in trees]
         self.censored = [0] * len(trees)
         self.bounds = np.zeros((len(trees), 2), np.int64)
@@ -185,6 +187,7 @@ class Walker:
                 proposed,
                 self.temperatures,
                 self.runner.draft.config.vocab_size,
+                self.rule,
             )
         self.rounds[number].append(
             ReplayRound(
