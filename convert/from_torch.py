@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eagle3_jax.checkpoint import check_writable, save_draft
 from eagle3_jax.command import Parser, run_command, say
@@ -25,6 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m convert.from_torch", description=DESCRIPTION)
     add_arguments(parser)
     return run_command(parser, run, argv)
+
+
+def add_parser(subparsers: Any):
+    """Adds `convert` to the commands of `eagle3`."""
+    parser = subparsers.add_parser(
+        "convert", help="a PyTorch draft to this project's form", description=DESCRIPTION
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
 
 
 def add_arguments(parser: argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from flax import nnx
 from eagle3_jax.attention_mla import make_attention
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import ConfigError, DraftConfig
-from eagle3_jax.layers import MLP, Buffer, Linear, RMSNorm, Rows, Table
+from eagle3_jax.layers import MLP, Buffer, Linear, RMSNorm, Rows, Table, Unfilled
 from eagle3_jax.modules import build
 from eagle3_jax.precision import matmul
 from eagle3_jax.rope import rotations
@@ -133,7 +133,7 @@ class Eagle3Draft(nnx.Module):
         if len(np.unique(ids)) != len(ids):
             raise ConfigError("draft_to_target names a target id twice")
         return build(
-            lambda: cls(config, rngs=nnx.Rngs(0), engine=engine, draft_attention=draft_attention),
+            lambda: cls(config, rngs=Unfilled(0), engine=engine, draft_attention=draft_attention),
             lambda name: np.asarray(tensors[name]),
             tensors,
             dtype,

@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -38,8 +39,15 @@ GENERATE = """Decoding without a draft, greedy or sampled. Exit status 0, 2 with
 after Ctrl-C."""
 
 
-def add_speculate_arguments(parser: argparse.ArgumentParser):
-    """The arguments of `eagle3 speculate`."""
+def add_parser(subparsers: Any):
+    """Adds `speculate` and `generate` to the commands of `eagle3`."""
+    parser = subparsers.add_parser("speculate", help="text with a draft", description=SPECULATE)
+    _add_speculate_arguments(parser)
+    parser = subparsers.add_parser("generate", help="text without a draft", description=GENERATE)
+    _add_generate_arguments(parser)
+
+
+def _add_speculate_arguments(parser: argparse.ArgumentParser):
     add = parser.add_argument
     _add_models(parser, draft=True)
     add("--num-steps", type=int, default=3, metavar="N", help="drafted levels (3)")
@@ -53,8 +61,7 @@ def add_speculate_arguments(parser: argparse.ArgumentParser):
     parser.set_defaults(run=run)
 
 
-def add_generate_arguments(parser: argparse.ArgumentParser):
-    """The arguments of `eagle3 generate`."""
+def _add_generate_arguments(parser: argparse.ArgumentParser):
     _add_models(parser, draft=False)
     _add_shared(parser)
     add_sampling_arguments(parser, rules=False)

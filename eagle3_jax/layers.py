@@ -63,6 +63,16 @@ def pack_bits(dense: np.ndarray) -> np.ndarray:
     return (words << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
 
 
+class Unfilled(nnx.Rngs):
+    """For a module that is only traced, and filled from a checkpoint: nothing random is made."""
+
+
+def _initial(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:
+    if isinstance(rngs, Unfilled):
+        return jnp.zeros(shape, jnp.float32)
+    return jax.random.normal(rngs.params(), shape, jnp.float32) * scale
+
+
 class Linear(nnx.Module):
     """`x @ weight.T + bias`; the result has x's dtype.
 
@@ -89,7 +99,7 @@ class Linear(nnx.Module):
         stored = size[::-1] if self.narrows else size
         names = None if parts is None else tuple(parts.items())
         self.weight = nnx.Param(
-            jax.random.normal(rngs.params(), stored, jnp.float32) * scale,
+            _initial(rngs, stored, scale),
             parts=names,
             transposed=self.narrows,
         )
@@ -110,7 +120,7 @@ class Table(nnx.Module):
 
     def __init__(self, size: tuple[int, int], *, rngs: nnx.Rngs):
         scale = 1.0 / math.sqrt(size[1])
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), size, jnp.float32) * scale)
+        self.weight = nnx.Param(_initial(rngs, size, scale))
 
 
 class RMSNorm(nnx.Module):

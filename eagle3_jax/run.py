@@ -180,7 +180,8 @@ class Run:
     def finish(self) -> Generation:
         """The whole generation in one program."""
         state, _ = self._start(self.program.trace)
-        state = loop.finish_jit(self.program, self.weights, state, self.limits)
+        if self.max_new_tokens > 1:  # else the prompt's pass has done it all
+            state = loop.finish_jit(self.program, self.weights, state, self.limits)
         out, num_new, correct, log, count = jax.device_get(
             (state.out, state.num_new, state.correct, state.log, state.rounds)
         )

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from flax import nnx
-
 from eagle3_jax import memory
 from eagle3_jax.config import ConfigError
 from eagle3_jax.files.shards import FileError, TensorSource, open_weights, read_json
 from eagle3_jax.findings import ConvertError
+from eagle3_jax.layers import Unfilled
 from eagle3_jax.modules import Folder, build
 from eagle3_jax.precision import precision
 from eagle3_jax.source_config import SourceConfig
@@ -57,7 +56,7 @@ def load_target(path: str | os.PathLike, *, dtype: str = "float32") -> LlamaTarg
     config = dataclasses.replace(config, eos_token_ids=eos, windows=windows)
     memory.check_weights(str(folder), tensor_shapes(config).values(), dtype)
     target = build(
-        lambda: LlamaTarget(config, rngs=nnx.Rngs(0)),
+        lambda: LlamaTarget(config, rngs=Unfilled(0)),
         lambda name: source.read(names.of(name)),
         _Renamed(source.names(), names),
         dtype,
