@@ -2,6 +2,7 @@
 #
 #   make test PEERS=1     also runs the tests that compare with torch and transformers (Python 3.11)
 #   make test ALL=1       every draw, prompt and tree (ten minutes more)
+#   make test-peers       loads our exports with SpecForge's and speculators' own classes (CPU, own environment)
 #   make test-sglang      starts the real SGLang and compares (own environment, ten minutes)
 #   make test PYTEST_ARGS="tests/test_tree.py -x"
 
@@ -60,6 +61,22 @@ $(VENV)/bin/python:
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	$(if $(findstring peers,$*),$(PIP) $(TORCH))
 	$(PIP) -e '.[$*]'
+	@touch $@
+
+# Our exports in SpecForge's and speculators' own classes, in an environment of their own (1 GB).
+PEERS_VENV ?= .venv-peers
+PEERS_ENV := $(PEERS_VENV)/.installed
+
+.PHONY: test-peers
+test-peers: $(PEERS_ENV)
+	PYTHONPATH=. $(PEERS_VENV)/bin/python tests/make_peer_logits.py tests/data/exports --check
+
+$(PEERS_ENV): tests/peers_requirements.txt pyproject.toml
+	rm -rf $(PEERS_VENV)
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install $(PIP_ARGS) $(TORCH)
+	$(PEERS_VENV)/bin/python -m pip install $(PIP_ARGS) -e .
+	$(PEERS_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps -r $<
 	@touch $@
 
 # The real SGLang on this machine's CPU, in an environment of its own (2.4 GB, ten minutes in all):

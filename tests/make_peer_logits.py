@@ -1,8 +1,10 @@
 """Records what SpecForge 0.2.0 and speculators 0.9.0 compute from our exports, by their classes.
 
-    python tests/make_peer_logits.py tests/data/exports
+    python tests/make_peer_logits.py tests/data/exports           records them
+    python tests/make_peer_logits.py tests/data/exports --check   compares with what is recorded
 
-Needs torch, transformers and the two packages, the CPU is enough.
+Needs torch, transformers and the two packages, the CPU is enough; `make test-peers` installs them and
+checks. The default suite compares our own logits with the recorded ones (test_to_torch_peers.py).
 """
 
 import json
@@ -14,7 +16,7 @@ import numpy as np
 import peer_drafts
 import torch
 
-STEPS = 4
+STEPS, FAR = 4, 1e-4
 
 
 def specforge(folder: Path, ids: np.ndarray, aux: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -69,21 +71,42 @@ def speculators(folder: Path, ids: np.ndarray, aux: np.ndarray, table: np.ndarra
     return np.stack(result)
 
 
-def main(out: Path):
+def compute(name: str) -> tuple[str, np.ndarray]:
+    """The digest of a case's export, and the peer's logits [STEPS, T, W] of it."""
+    config, _ = peer_drafts.make(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        export = peer_drafts.export(name, Path(temporary))
+        digest = peer_drafts.digest(export)
+        run = {"specforge": specforge, "speculators": speculators}[name.split("_")[0]]
+        with torch.no_grad():
+            return digest, run(export, *peer_drafts.inputs(config)).astype(np.float32)
+
+
+def record(out: Path) -> int:
     """Writes one .npy a case, and the digests of what was loaded."""
     out.mkdir(parents=True, exist_ok=True)
     digests = {}
     for name in peer_drafts.CASES:
-        config, _ = peer_drafts.make(name)
-        with tempfile.TemporaryDirectory() as temporary:
-            export = peer_drafts.export(name, Path(temporary))
-            digests[name] = peer_drafts.digest(export)
-            run = {"specforge": specforge, "speculators": speculators}[name.split("_")[0]]
-            with torch.no_grad():
-                logits = run(export, *peer_drafts.inputs(config))
-        np.save(out / f"{name}.npy", logits.astype(np.float32))
+        digests[name], logits = compute(name)
+        np.save(out / f"{name}.npy", logits)
     (out / "exports.json").write_text(json.dumps(digests, indent=1) + "\n")
+    return 0
+
+
+def check(recorded: Path) -> int:
+    """Every case anew beside its record; 1 where one differs."""
+    digests, bad = json.loads((recorded / "exports.json").read_text()), 0
+    for name in peer_drafts.CASES:
+        digest, logits = compute(name)
+        far = float(np.abs(logits - np.load(recorded / f"{name}.npy")).max())
+        same = digest == digests[name] and far <= FAR
+        bad += not same
+        files = "" if digest == digests[name] else ", the export's files are others"
+        print(f"{'ok  ' if same else 'FAIL'} {name}: max difference {far:.1e}{files}")
+    print(f"{bad} of {len(peer_drafts.CASES)} differ")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    sys.exit(check(folder) if "--check" in sys.argv[2:] else record(folder))
