@@ -285,6 +285,20 @@ def test_what_a_dialect_holds_and_what_it_names(exporter, switch):
         exporter.refused(dialect, f"{field} ", flags=("--force",))
 
 
+def matrix() -> str:
+    """Markdown of what the test above shows: every draft below is read, and written where marked."""
+    lines = [f"| switch | {' | '.join(DIALECTS)} |", "| --- |" + " --- |" * len(DIALECTS)]
+    for switch, (_, _, holders) in SWITCHES.items():
+        cells = ("yes" if dialect in holders else "-" for dialect in DIALECTS)
+        lines.append(f"| {switch} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_matrix_in_the_readme_is_this_one():
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert matrix() in readme, f"README.md should have\n\n{matrix()}"
+
+
 def test_the_windows_key_and_the_biases_key(exporter):
     exporter.convert(window)
     config, _ = exporter.exported("vllm")
