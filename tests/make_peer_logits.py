@@ -4,7 +4,7 @@
     python tests/make_peer_logits.py tests/data/exports --check   compares with what is recorded
 
 Needs torch, transformers and the two packages, the CPU is enough; `make test-peers` installs them and
-checks. The default suite compares our own logits with the recorded ones (test_to_torch_peers.py).
+checks. The default suite compares our logits with the recorded ones (test_to_torch_peers.py).
 """
 
 import json

@@ -1,6 +1,7 @@
 """A converted draft written for another framework: the same tensors, the same meaning."""
 
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -286,7 +287,7 @@ def test_what_a_dialect_holds_and_what_it_names(exporter, switch):
 
 
 def matrix() -> str:
-    """Markdown of what the test above shows: every draft below is read, and written where marked."""
+    """Markdown of what the test above shows: all are read, and written where marked."""
     lines = [f"| switch | {' | '.join(DIALECTS)} |", "| --- |" + " --- |" * len(DIALECTS)]
     for switch, (_, _, holders) in SWITCHES.items():
         cells = ("yes" if dialect in holders else "-" for dialect in DIALECTS)
