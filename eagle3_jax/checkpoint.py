@@ -23,6 +23,8 @@ from eagle3_jax.manifest import FORMAT, config_json, versions
 
 MANIFEST = "draft.json"
 WEIGHTS = "weights"
+CHUNK = 64 * 2**20
+"""Bytes of a tensor that are packed and unpacked at a time."""
 
 
 class CheckpointError(ValueError):
@@ -140,7 +142,7 @@ def save_draft(
             "tensors": {name: describe(tensor) for name, tensor in tensors.items()},
             "versions": versions(),
         }
-    ocp, place = _orbax(), path.absolute()
+    place = path.absolute()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=".draft.", suffix=".tmp"))
@@ -148,9 +150,7 @@ def save_draft(
         raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
     try:
         temporary.chmod(0o777 & ~umask())
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save((temporary / WEIGHTS).absolute(), _nest(tensors))
-            checkpointer.wait_until_finished()
+        _write((temporary / WEIGHTS).absolute(), tensors)
         text = json.dumps(manifest, indent=1, allow_nan=False)
         (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
         put(temporary, place)
@@ -239,6 +239,26 @@ def manifest_config(manifest: Mapping[str, Any], path: Path) -> DraftConfig:
         return DraftConfig(**fields)
     except (ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: config is damaged: {error}") from None
+
+
+def _write(folder: Path, tensors: Mapping[str, np.ndarray]):
+    """One Orbax checkpoint; little more than the largest tensor is in memory at a time.
+
+    Orbax's default copies every array first, in case it changes before it is written, and holds an
+    array as one chunk, which is read and unpacked whole.
+    """
+    ocp = _orbax()
+    largest = max((tensor.nbytes for tensor in tensors.values()), default=0)
+    handler = ocp.PyTreeCheckpointHandler(
+        save_concurrent_gb=largest // 10**9 + 1,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
+        ),
+    )
+    tree = _nest(tensors)
+    in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=in_chunks))
 
 
 def _orbax() -> Any:

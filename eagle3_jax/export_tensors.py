@@ -98,13 +98,19 @@ def write_tensors(file: Path, source: Path, tensors: tuple[Planned, ...]) -> dic
         for group in _groups(tensors):
             arrays = read_tensors(source, [planned.canonical for planned in group], records)
             for planned in group:
-                cast = _cast(arrays.pop(planned.canonical), planned)
-                digests[planned.canonical] = sha256_array(cast)
-                for out in planned.arrays(cast):
-                    stream.write(np.ascontiguousarray(out).reshape(-1).view(np.uint8).data)
+                digest = _write_one(stream, arrays.pop(planned.canonical), planned)
+                digests[planned.canonical] = digest
     if "draft_to_target" not in digests:
         digests["draft_to_target"] = records["draft_to_target"]["sha256"]
     return digests
+
+
+def _write_one(stream: BinaryIO, array: np.ndarray, planned: Planned) -> str:
+    """Apart, so that nothing of this tensor is held while the next is read."""
+    cast = _cast(array, planned)
+    for out in planned.arrays(cast):
+        stream.write(np.ascontiguousarray(out).reshape(-1).view(np.uint8).data)
+    return sha256_array(cast)
 
 
 def _groups(tensors: tuple[Planned, ...]) -> Iterator[list[Planned]]:

@@ -1,10 +1,8 @@
 """Records what SpecForge 0.2.0 and speculators 0.9.0 compute from our exports, by their classes.
 
-    python tests/make_peer_logits.py tests/data/exports           records them
-    python tests/make_peer_logits.py tests/data/exports --check   compares with what is recorded
+python tests/make_peer_logits.py tests/data/exports           records them
+python tests/make_peer_logits.py tests/data/exports --check   compares with what is recorded
 
-Needs torch, transformers and the two packages, the CPU is enough; `make test-peers` installs them and
-checks. The default suite compares our logits with the recorded ones (test_to_torch_peers.py).
 """
 
 import json

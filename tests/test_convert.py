@@ -258,7 +258,7 @@ def test_a_failed_write_leaves_nothing(command, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.save", fail)
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", fail)
     command.refused("CHECKPOINT", "No space left on device", folder)
 
 
