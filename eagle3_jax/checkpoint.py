@@ -249,11 +249,13 @@ def _write(folder: Path, tensors: Mapping[str, np.ndarray]):
     """
     ocp = _orbax()
     largest = max((tensor.nbytes for tensor in tensors.values()), default=0)
+    kinds = ocp.type_handlers
+    registry = kinds.create_type_handler_registry(
+        (np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, kinds.ArrayHandler()),  # none here, and a warning without
+    )
     handler = ocp.PyTreeCheckpointHandler(
-        save_concurrent_gb=largest // 10**9 + 1,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
-        ),
+        save_concurrent_gb=largest // 10**9 + 1, type_handler_registry=registry
     )
     tree = _nest(tensors)
     in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
