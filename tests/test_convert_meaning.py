@@ -2,7 +2,8 @@
 
 Each draw changes one thing a person or a tool gets wrong (a flag, ids, sizes, the vocabulary map, a
 tensor under another's name or in another dtype). A conversion that goes through must then differ
-from the right one in the fields and tensors of that thing alone, and name their origin in the file; where it does not differ at all, it is the same draft.
+from the right one in the fields and tensors of that thing alone, and name their origin in the file;
+where it does not differ at all, it is the same draft.
 """
 
 import json
