@@ -187,18 +187,24 @@ def attend_rows(
 
     `width`: values are the first elements of the keys, as many as this.
     """
-    prefill = rows.ancestors is None
-    k, v = new if prefill else (cache.k[layer], cache.v[layer])
-    if width is not None:
-        v = k[..., :width]
-    if prefill:
+    if rows.ancestors is None:
+        k, v = new
+        v = v if width is None else k[..., :width]
         return attend_causal(q, k, v, scale=scale, window=window)
     near = None
     if window is not None:
         assert cache.positions is not None
         near = Window(window, rows.positions, cache.positions)
-    assert rows.ancestors is not None
-    return attend(q, k, v, rows.lengths, rows.ancestors, scale=scale, window=near)
+    return attend(
+        q,
+        cache.k[layer],
+        cache.v[layer] if width is None else None,
+        rows.lengths,
+        rows.ancestors,
+        scale=scale,
+        window=near,
+        width=width,
+    )
 
 
 class MLP(nnx.Module):
