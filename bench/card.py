@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -43,6 +44,14 @@ def chained(step: Callable[[Any], Any], carry: Any, calls: int) -> Callable[[], 
         jax.block_until_ready(carry)
 
     return run
+
+
+def keep(result: dict[str, Any], out: Path | None):
+    """Writes what there is so far, so that a run cut short leaves its first numbers."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        text = harness.json.dumps({"provenance": harness.provenance()} | result, indent=1)
+        out.write_text(text + "\n")
 
 
 def device() -> dict[str, Any]:

@@ -14,134 +14,19 @@ cuDNN's, which does not compile without a GPU.
 
 import argparse
 import dataclasses
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import h200
 import harness
-import hlo
 import jax
-import jax.numpy as jnp
-import models
-import ptx
-from gpu_report import Expected, Row, examine, extrapolate, table
-from models import PAIRS, TREES, Pair
+from gpu_cases import CASES, KERNEL_CASES, Case, compile_case, compile_kernel
+from gpu_report import Fault, Row, extrapolate, table
+from models import PAIRS
 
-from eagle3_jax import loop, sharding
-from eagle3_jax.config import TreeConfig
-from eagle3_jax.state import Program, Weights
-
-CAPACITY = 64
-LARGE = 2**20
-"""Elements from which an array counts as a weight that must not be copied."""
 LAYERS = (2, 4)
-KERNEL = "tree_attention_kernel"
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One program: `round` or `finish` (the loop), for a pair, a tree, a context and devices."""
-
-    pair: str
-    tree: str | None
-    context: int
-    what: str = "round"
-    batch: int = 1
-    devices: int = 1
-
-    def __str__(self) -> str:
-        size = f"{self.context // 1024}k"
-        parts = [self.pair, self.what, self.tree or "decode", size]
-        parts += [f"batch {self.batch}"] * (self.batch > 1)
-        parts += [f"{self.devices} devices"] * (self.devices > 1)
-        return " ".join(parts)
-
-
-CASES = (
-    *(Case("llama-3.1-8b", tree, size) for tree in TREES for size in (2048, 32768)),
-    Case("llama-3.1-8b", None, 2048),
-    *(Case("llama-3.1-8b", tree, 2048, "finish") for tree in TREES),
-    Case("llama-3.1-8b", "5/8/32", 32768, "finish"),
-    Case("llama-3.1-8b", "3/4/8", 2048, batch=8),
-    Case("qwen3-8b", "3/1/4", 2048),
-    Case("qwen3-8b", "3/4/8", 32768),
-    Case("qwen3-8b", "5/8/32", 2048, "finish"),
-    Case("llama-3.3-70b", "3/4/8", 2048, devices=8),
-    Case("llama-3.3-70b", "5/8/32", 32768, "finish", devices=8),
-)
-
-
-def budget(pair: Pair, tree: TreeConfig | None, batch: int) -> int:
-    """Bytes of temporaries a round may take: 64 MiB and three times the target's logits."""
-    nodes = 1 if tree is None else tree.num_draft_tokens
-    return 64 * 2**20 + 3 * 4 * batch * nodes * pair.target.vocab_size
-
-
-def expected(case: Case, pair: Pair, weights: Weights, state, devices: int) -> Expected:
-    """What the program must hold, from its shapes."""
-    tree = TREES[case.tree] if case.tree else None
-    forwards = 0 if tree is None else tree.num_steps  # num_steps - 1 levels and the extend
-    whole = {leaf.size for leaf in jax.tree.leaves(weights) if leaf.size >= LARGE}
-    caches = {x.size for x in (*state.target_cache.k, *state.target_cache.v)}
-    if state.draft_cache is not None:
-        caches |= {x.size for x in (*state.draft_cache.k, *state.draft_cache.v)}
-
-    def with_shards(sizes: set[int]) -> frozenset[int]:
-        return frozenset(sizes | {n // devices for n in sizes if n // devices >= LARGE // 8})
-
-    return Expected(
-        kernel=KERNEL,
-        calls=pair.target.num_layers + forwards * pair.draft.num_layers,
-        cache=with_shards(caches),
-        weights=with_shards(whole),
-        batch=case.batch,
-        slots=state.target_cache.k[0].shape[1],
-        budget=budget(pair, tree, case.batch),
-        donated=len(jax.tree.leaves(state)),
-    )
-
-
-def build(case: Case, pair: Pair, mesh) -> tuple[Program, Weights, object, object]:
-    """The program and its arguments as shapes."""
-    tree = TREES[case.tree] if case.tree else None
-    weights, target, draft = models.shapes_of(pair, jnp.bfloat16)
-    program = models.programs(pair, target, draft, tree)
-    specs = None
-    if case.devices > 1:
-        specs = Weights(
-            sharding.weight_specs(target.build(weights.target), case.devices),
-            sharding.weight_specs(draft.build(weights.draft), case.devices),
-        )
-    if tree is None:
-        weights = Weights(weights.target, ())
-    limits = jax.eval_shape(lambda: models.limits_of(CAPACITY))
-    slots = models.slots_for(case.context, CAPACITY, tree)
-    state = models.state_shapes(program, weights, limits, case.batch, slots, CAPACITY)
-    spread = sharding.state_specs(state, case.devices) if case.devices > 1 else None
-    return (
-        program,
-        h200.place(weights, mesh, specs),
-        h200.place(state, mesh, spread),
-        h200.place(limits, mesh),
-    )
-
-
-def compile_case(case: Case, layers: int | None) -> Row:
-    """Compiles one program at one depth and looks at it."""
-    pair = PAIRS[case.pair] if layers is None else PAIRS[case.pair].cut(layers)
-    mesh = h200.mesh(model=case.devices)
-    arguments = build(case, pair, mesh)
-    function = {"round": loop.round_jit, "finish": loop.finish_jit}[case.what]
-    made = h200.compile_for(function, *arguments, on=mesh)
-    return examine(
-        f"{case}, {pair.target.num_layers} layers",
-        hlo.parse(made.hlo),
-        [kernel for text in made.ptx for kernel in ptx.assemble_text(text)],
-        made.thunks,
-        made.temporaries,
-        expected(case, pair, arguments[1], arguments[2], case.devices),
-        made.seconds,
-    )
+FULL = Case("llama-3.1-8b", "3/4/8", 2048)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,20 +37,35 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows: list[Row] = []
     grown: dict[str, dict[str, float]] = {}
-    runs: list[tuple[Case, tuple[int | None, ...]]] = [(case, LAYERS) for case in CASES]
+
+    def add(name: str, make: Callable[[], Row]) -> Row:
+        rows.append(attempt(name, make))
+        print(table(rows[-1:]).splitlines()[1], flush=True)
+        return rows[-1]
+
+    def wanted(case: object) -> bool:
+        return args.only is None or args.only in str(case)
+
+    for kernel in filter(wanted, KERNEL_CASES):
+        add(str(kernel), functools.partial(compile_kernel, kernel))
+    for case in filter(wanted, CASES):
+        found = [
+            add(f"{case}, {n} layers", functools.partial(compile_case, case, n)) for n in LAYERS
+        ]
+        full = PAIRS[case.pair].target.num_layers
+        grown[str(case)] = extrapolate(found[0], found[1], LAYERS, full)
     if args.full:
-        runs.append((Case("llama-3.1-8b", "3/4/8", 2048), (None,)))
-    for case, depths in runs:
-        if args.only and args.only not in str(case):
-            continue
-        found = [compile_case(case, depth) for depth in depths]
-        for row in found:
-            print(table([row]).splitlines()[1], flush=True)
-        rows += found
-        if len(found) == 2:
-            full = PAIRS[case.pair].target.num_layers
-            grown[str(case)] = extrapolate(found[0], found[1], LAYERS, full)
+        add(f"{FULL}, whole", functools.partial(compile_case, FULL, None))
     return show(rows, grown, args.out)
+
+
+def attempt(name: str, make: Callable[[], Row]) -> Row:
+    """The row of a program; one that does not compile is a fault of its own."""
+    try:
+        return make()
+    except Exception as error:  # whatever XLA, Triton or ptxas refuse
+        text = " ".join(str(error).split())[:300]
+        return Row(name, faults=[Fault("COMPILE", f"{type(error).__name__}: {text}")])
 
 
 def show(rows: list[Row], grown: dict[str, dict[str, float]], out: Path | None) -> int:

@@ -33,6 +33,7 @@ import numpy as np  # noqa: E402
 
 from eagle3_jax import loop  # noqa: E402
 from eagle3_jax.config import TreeConfig  # noqa: E402
+from eagle3_jax.state import Limits, LoopState  # noqa: E402
 
 SHARPNESS = 128.0
 """On the draft's last norm: gaps between its best logits, a few tenths as drawn, become tens."""
@@ -48,78 +49,99 @@ def text_to_follow(batch: int, slots: int, context: int, accept: int) -> np.ndar
     return np.broadcast_to(row, (batch, slots)).copy()
 
 
-def run_of(program, weights, batch: int, context: int, accept: int, tokens: int):
-    """A run that commits `tokens` tokens a sequence, and checks how."""
-    tree = program.tree
-    capacity = tokens + 1
-    slots = models.slots_for(context, capacity, tree)
-    forced = None if tree is None else jnp.asarray(text_to_follow(batch, slots, context, accept))
-    limits = models.limits_of(tokens + 1, forced)
-    shapes = models.state_shapes(program, weights, limits, batch, slots, capacity)
-    states = [prime(program, weights, models.state_at(shapes, context, 7), limits)]
-    expected = tokens if tree is None else tokens // accept
+def at(state: LoopState, context: int) -> LoopState:
+    """Before the first round, `context` slots behind it."""
+    return dataclasses.replace(
+        state,
+        length=jnp.full_like(state.length, context),
+        num_new=jnp.ones_like(state.num_new),
+        done=jnp.zeros_like(state.done),
+        rounds=jnp.zeros_like(state.rounds),
+    )
 
-    def run():
-        used = states.pop()
-        fresh = dataclasses.replace(
-            used,
-            length=jnp.full((batch,), context, jnp.int32),
-            num_new=jnp.ones((batch,), jnp.int32),
-            done=jnp.zeros((batch,), bool),
-            rounds=jnp.zeros((), jnp.int32),
+
+class Loop:
+    """One compiled loop at one batch, run at any context and accept length.
+
+    Every run of it is checked: the rounds it took and the drafts each accepted.
+    """
+
+    def __init__(self, tree: TreeConfig | None, batch: int, longest: int):
+        self.program = models.programs(pair, target, draft, tree)
+        self.weights = weights if tree else dataclasses.replace(weights, draft=())
+        self.batch = batch
+        capacity = args.rounds * (1 if tree is None else tree.num_steps + 1)
+        self.slots = models.slots_for(longest, capacity, tree)
+        limits = self.limits(longest, 1, 1)
+        shapes = models.state_shapes(
+            self.program, self.weights, limits, batch, self.slots, capacity
         )
-        state = loop.finish_jit(program, weights, fresh, limits)
-        count = int(state.rounds)
-        states.append(state)
-        if count != expected:
-            raise RuntimeError(f"{count} rounds for {tokens} tokens at {accept}, not {expected}")
-        correct = np.asarray(state.correct[:count])
-        if tree is not None and not (correct == accept - 1).all():
-            raise RuntimeError(f"accepted {np.unique(correct)} drafts, {accept - 1} were arranged")
+        self.state = models.state_at(shapes, longest, 7)
+        if tree is not None:  # a seed of the draft's own
+            self.state, *_ = loop.round_jit(self.program, self.weights, self.state, limits)
 
-    return run
+    def limits(self, context: int, accept: int, tokens: int) -> Limits:
+        """As many tokens, and the text to follow."""
+        forced = None
+        if self.program.tree is not None:
+            forced = jnp.asarray(text_to_follow(self.batch, self.slots, context, accept))
+        return models.limits_of(tokens + 1, forced)
 
+    def run(self, context: int, accept: int):
+        """A call that commits `accept` tokens a sequence in each of `args.rounds` rounds."""
+        limits = self.limits(context, accept, accept * args.rounds)
 
-def prime(program, weights, state, limits):
-    """A state whose seed is the draft's own: one round, then back to the start by `run`."""
-    if program.tree is None:
-        return state
-    return loop.round_jit(program, weights, state, limits)[0]
+        def once():
+            state = at(self.state, context)
+            state = loop.finish_jit(self.program, self.weights, state, limits)
+            count = int(state.rounds)
+            self.state = state
+            if count != args.rounds:
+                raise RuntimeError(f"{count} rounds, {args.rounds} were arranged")
+            if self.program.tree is not None:
+                correct = np.unique(np.asarray(state.correct[:count]))
+                if correct.tolist() != [accept - 1]:
+                    raise RuntimeError(f"accepted {correct}, {accept - 1} were arranged")
+
+        return once
 
 
 def bytes_of(batch: int, context: int) -> float:
-    """Weights and caches."""
-    layers = pair.target.num_layers * pair.target.cache_width
-    layers += 2 * pair.draft.num_kv_heads * pair.draft.head_dim
+    """Weights, and the caches of the two loops that take turns."""
+    width = pair.target.num_layers * pair.target.cache_width
+    width += 2 * pair.draft.num_kv_heads * pair.draft.head_dim
     held = sum(x.nbytes for x in jax.tree.leaves(weights))
-    return held + 2.0 * layers * batch * context
+    return held + 2 * 2.0 * width * batch * context
 
 
-def measure(batch: int, context: int) -> dict:
-    """Tokens a second of all trees and accept lengths at one batch and context."""
-    need = bytes_of(batch, context) / 1e9
-    found = {"batch": batch, "context": context}
-    if need > args.memory:
-        return found | {"skipped": f"needs {need:.0f} GB"}
-    plain = models.programs(pair, target, draft, None)
-    alone = dataclasses.replace(weights, draft=())
-    found["tokens_per_s"] = {}
-    found["plain_tokens_per_s"] = {}
-    for name in args.tree:
-        tree = TreeConfig(*map(int, name.split("/")))
-        program = models.programs(pair, target, draft, tree)
-        for accept in args.accept:
-            if accept > tree.num_steps + 1:
-                continue
-            tokens = accept * args.rounds
-            runs = {
-                "fast": run_of(program, weights, batch, context, accept, tokens),
-                "plain": run_of(plain, alone, batch, context, 1, args.rounds),
+def measure(batch: int, name: str) -> list[dict]:
+    """Tokens a second of one tree at all contexts that fit, and of plain decoding beside it."""
+    fitting = [c for c in args.context if bytes_of(batch, c) / 1e9 <= args.memory]
+    found: list[dict] = [
+        {"tree": name, "batch": batch, "context": context, "skipped": "needs more memory"}
+        for context in args.context
+        if context not in fitting
+    ]
+    if not fitting:
+        return found
+    tree = TreeConfig(*map(int, name.split("/")))
+    fast, plain = Loop(tree, batch, max(fitting)), Loop(None, batch, max(fitting))
+    accepts = [a for a in args.accept if a <= tree.num_steps + 1]
+    for context in fitting:
+        runs = {str(a): fast.run(context, a) for a in accepts} | {"plain": plain.run(context, 1)}
+        times = harness.medians(harness.alternate(runs, args.repeats))
+        rates = {a: batch * args.rounds * int(a) / times[a] for a in runs if a != "plain"}
+        without = batch * args.rounds / times["plain"]
+        found.append(
+            {
+                "tree": name,
+                "batch": batch,
+                "context": context,
+                "tokens_per_s": {a: round(rate, 2) for a, rate in rates.items()},
+                "without_a_draft": round(without, 2),
+                "speedup": {a: round(rate / without, 3) for a, rate in rates.items()},
             }
-            times = harness.medians(harness.alternate(runs, args.repeats))
-            key = f"{name} at {accept}"
-            found["tokens_per_s"][key] = round(batch * tokens / times["fast"], 2)
-            found["plain_tokens_per_s"][key] = round(batch * args.rounds / times["plain"], 2)
+        )
     return found
 
 
@@ -132,10 +154,9 @@ weights = models.fill(shapes, 0)
 model = draft.build(weights.draft)
 model.norm_final.weight[...] = model.norm_final.weight[...] * SHARPNESS
 weights = dataclasses.replace(weights, draft=models.take_apart(model)[0])
-result = {
-    "device": card.device(),
-    "pair": pair.name,
-    "rounds": args.rounds,
-    "runs": [measure(batch, context) for context in args.context for batch in args.batch],
-}
+result = {"device": card.device(), "pair": pair.name, "rounds": args.rounds, "runs": []}
+for batch in args.batch:
+    for tree in args.tree:
+        result["runs"] += measure(batch, tree)
+        card.keep(result, args.out)
 harness.report(result, args.out)

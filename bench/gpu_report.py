@@ -52,20 +52,20 @@ class Row:
     """One compiled program."""
 
     program: str
-    calls: int
-    expected_calls: int
-    registers: int
-    spills: int
-    shared: int
-    temporaries: int
-    collectives: dict[str, int]
-    collective_bytes: int
-    copies: int
-    launches: int
-    graphs: int
-    blocks: int
-    seconds: float
-    faults: list[Fault]
+    calls: int = 0
+    expected_calls: int = 0
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    temporaries: int = 0
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    collective_bytes: int = 0
+    copies: int = 0
+    launches: int = 0
+    graphs: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+    faults: list[Fault] = dataclasses.field(default_factory=list)
 
 
 def examine(
@@ -172,7 +172,7 @@ def copies(module: Module, ops: Iterable[Op], expected: Expected) -> Iterable[st
     sizes = [(count, "cache") for count in expected.cache]
     sizes += [(count, "weight") for count in expected.weights]
     for op in ops:
-        if op.opcode in hlo.PASSED_ON:
+        if op.opcode in hlo.PASSED_ON or is_kernel(op, expected.kernel):
             continue
         for index, array in enumerate(op.results):
             # Padded to a tile it is still that array.

@@ -28,139 +28,159 @@ import jax.numpy as jnp  # noqa: E402
 import models  # noqa: E402
 
 from eagle3_jax import loop  # noqa: E402
-from eagle3_jax.layers import Rows, chain_bits  # noqa: E402
+from eagle3_jax.layers import Rows  # noqa: E402
+from eagle3_jax.state import LoopState  # noqa: E402
 from eagle3_jax.tree import top_probabilities  # noqa: E402
 
 ENDLESS = 10**9
 
 
-def forwards(program, weights, batch: int, slots: int, context: int) -> dict:
-    """Name -> a run of `args.calls` of that forward, compiled alone."""
+def forwards(program, batch: int, slots: int) -> dict:
+    """Name -> (compiled alone, its cache, what else it takes); the length is an argument."""
     tree = program.tree
-    target = program.target.build(weights.target)
     draft = program.draft.build(weights.draft)
-    length = jnp.full((batch,), context, jnp.int32)
     width, dtype = draft.config.hidden_size, draft.dtype
-    aux_shape = (batch, tree.num_steps + 1, draft.config.num_aux, draft.config.target_hidden_size)
-
-    def rows(count: int) -> Rows:
-        bits = jnp.broadcast_to(jnp.asarray(chain_bits(count)), (batch, count, -(-count // 32)))
-        at = length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        return Rows(at, length, length, bits)
 
     @functools.partial(jax.jit, donate_argnames="cache")
-    def verify(weights, cache):
+    def verify(weights, cache, length):
         model = program.target.build(weights.target)
         tokens = jnp.ones((batch, tree.num_draft_tokens), jnp.int32)
-        states, aux, cache = model.states(
-            tokens, rows(tree.num_draft_tokens), cache, program.boundaries
-        )
+        at = Rows.chain(length, tree.num_draft_tokens)
+        states, aux, cache = model.states(tokens, at, cache, program.boundaries)
         return cache, jnp.argmax(model.logits(states), axis=-1), aux
 
     @functools.partial(jax.jit, donate_argnames="cache")
-    def level(weights, cache):
+    def level(weights, cache, length):
         model = program.draft.build(weights.draft)
         shared = program.target.build(weights.target).shared()
         tokens = jnp.ones((batch, tree.topk), jnp.int32)
         hidden = jnp.ones((batch, tree.topk, width), dtype)
-        out, cache = model.step(tokens, hidden, rows(tree.topk), cache, shared=shared)
+        at = Rows.chain(length, tree.topk)
+        out, cache = model.step(tokens, hidden, at, cache, shared=shared)
         return cache, top_probabilities(model.logits(out, shared=shared), tree.topk)
 
     @functools.partial(jax.jit, donate_argnames="cache")
-    def extend(weights, cache, aux):
+    def extend(weights, cache, length, aux):
         model = program.draft.build(weights.draft)
         shared = program.target.build(weights.target).shared()
-        tokens = jnp.ones((batch, tree.num_steps + 1), jnp.int32)
-        out, cache = model.step(
-            tokens, model.fuse(aux), rows(tree.num_steps + 1), cache, shared=shared
-        )
+        count = tree.num_steps + 1
+        tokens = jnp.ones((batch, count), jnp.int32)
+        at = Rows.chain(length, count)
+        out, cache = model.step(tokens, model.fuse(aux), at, cache, shared=shared)
         return cache, top_probabilities(model.logits(out[:, -1], shared=shared), tree.topk)
 
+    config = draft.config
+    aux_shape = (batch, tree.num_steps + 1, config.num_aux, config.target_hidden_size)
     aux = models.fill(jax.ShapeDtypeStruct(aux_shape, dtype), 3)
-    steps = {
-        "verify": (verify, target.new_cache(batch, slots), ()),
+    cache = program.target.build(weights.target).new_cache(batch, slots)
+    return {
+        "verify": (verify, cache, ()),
         "draft level": (level, draft.new_cache(batch, slots), ()),
         "extend": (extend, draft.new_cache(batch, slots), (aux,)),
     }
-    return {
-        name: card.chained(lambda c, f=f, a=a: f(weights, c, *a)[0], cache, args.calls)
-        for name, (f, cache, a) in steps.items()
-    }
 
 
-def rounds(program, weights, batch: int, context: int, capacity: int):
-    """A run of `args.calls` rounds from a state with `context` slots, one dispatch a round."""
-    limits = models.limits_of(ENDLESS)
-    slots = models.slots_for(context, capacity, program.tree)
+def state_of(program, weights, batch: int, slots: int, capacity: int, limits) -> LoopState:
+    """A state of random slots; `at` puts it at its start."""
     shapes = models.state_shapes(program, weights, limits, batch, slots, capacity)
-    state = models.state_at(shapes, context, 5)
-    return card.chained(
-        lambda s: loop.round_jit(program, weights, s, limits)[0], state, args.calls
+    return models.state_at(shapes, 0, 5)
+
+
+def at(state: LoopState, context: int) -> LoopState:
+    """Before the first round, `context` slots behind it."""
+    return dataclasses.replace(
+        state,
+        length=jnp.full_like(state.length, context),
+        num_new=jnp.ones_like(state.num_new),
+        done=jnp.zeros_like(state.done),
+        rounds=jnp.zeros_like(state.rounds),
     )
 
 
-def in_loop(program, weights, batch: int, context: int, capacity: int):
-    """A run of exactly `args.calls` rounds in one program: as many new tokens, one a round."""
-    limits = models.limits_of(args.calls + 1)
-    slots = models.slots_for(context, capacity, program.tree)
-    forced = jnp.full((batch, slots), 1, jnp.int32)  # the draft never proposes this token
-    limits = dataclasses.replace(limits, forced=forced)
-    shapes = models.state_shapes(program, weights, limits, batch, slots, capacity)
-    states = [models.state_at(shapes, context, 5)]
+def dispatched(program, weights, held: dict, context: int, limits):
+    """A run of `args.calls` rounds, one dispatch each. `held["state"]` passes from run to run."""
 
     def run():
-        fresh = dataclasses.replace(
-            states.pop(),
-            length=jnp.full((batch,), context, jnp.int32),
-            num_new=jnp.ones((batch,), jnp.int32),
-            done=jnp.zeros((batch,), bool),
-            rounds=jnp.zeros((), jnp.int32),
-        )
-        state = loop.finish_jit(program, weights, fresh, limits)
-        if int(state.rounds) != args.calls:
-            raise RuntimeError(f"{int(state.rounds)} rounds, expected {args.calls}")
-        states.append(state)
+        state = at(held["state"], context)
+        for _ in range(args.calls):
+            state = loop.round_jit(program, weights, state, limits)[0]
+        held["state"] = jax.block_until_ready(state)
 
     return run
 
 
-def measure(name: str, batch: int, context: int, bytes_per_s: float) -> dict:
-    """All forwards of one tree at one context."""
+def in_loop(program, weights, held: dict, context: int, limits):
+    """A run of exactly `args.calls` rounds in one program: as many new tokens, one a round."""
+
+    def run():
+        state = loop.finish_jit(program, weights, at(held["state"], context), limits)
+        if int(state.rounds) != args.calls:
+            raise RuntimeError(f"{int(state.rounds)} rounds, expected {args.calls}")
+        held["state"] = state
+
+    return run
+
+
+def measure(name: str, batch: int, bytes_per_s: float) -> list[dict]:
+    """All forwards of one tree. Every context runs the same programs, on caches for the longest."""
     tree = models.TREES[name]
-    capacity = args.calls * (args.repeats + 3) * (tree.num_steps + 1)
-    slots = models.slots_for(context, capacity, tree)
+    capacity = args.calls * (tree.num_steps + 1)
+    slots = models.slots_for(max(args.context), capacity, tree)
     program = models.programs(pair, target, draft, tree)
     plain = models.programs(pair, target, draft, None)
-    runs = forwards(program, weights, batch, slots, context)
-    runs["round"] = rounds(program, weights, batch, context, capacity)
-    runs["loop"] = in_loop(program, weights, batch, context, capacity)
     alone = dataclasses.replace(weights, draft=())
-    runs["decode"] = rounds(plain, alone, batch, context, capacity)
-    times = harness.medians(harness.alternate(runs, args.repeats))
-    parts = floors.round_parts(pair, tree, batch, context)
-    parts |= {"loop": parts["round"]} | floors.round_parts(pair, None, batch, context)
-    found = {
-        part: card.against_floor(times[part] / args.calls, floor.total, bytes_per_s)
-        for part, floor in parts.items()
-    }
-    return {"tree": name, "batch": batch, "context": context, "parts": found}
+    parts = forwards(program, batch, slots)
+    endless = models.limits_of(ENDLESS)
+    # Token 1 is never drafted (bench/models.py fills the id table with 0): nothing is accepted.
+    forced = jnp.full((batch, slots), 1, jnp.int32)
+    counted = models.limits_of(args.calls + 1, forced)
+    held = {"state": state_of(program, weights, batch, slots, capacity, endless)}
+    bare = {"state": state_of(plain, alone, batch, slots, capacity, endless)}
+    caches = {part: cache for part, (_, cache, _) in parts.items()}
+    found = []
+
+    def forward(part: str, length: jax.Array):
+        function, _, others = parts[part]
+        for _ in range(args.calls):
+            caches[part] = function(weights, caches[part], length, *others)[0]
+        jax.block_until_ready(caches[part])
+
+    for context in args.context:
+        length = jnp.full((batch,), context, jnp.int32)
+        runs = {part: functools.partial(forward, part, length) for part in parts}
+        runs["round"] = dispatched(program, weights, held, context, endless)
+        runs["loop"] = in_loop(program, weights, held, context, counted)
+        runs["decode"] = dispatched(plain, alone, bare, context, endless)
+        times = harness.medians(harness.alternate(runs, args.repeats))
+        least = floors.round_parts(pair, tree, batch, context)
+        least |= {"loop": least["round"]} | floors.round_parts(pair, None, batch, context)
+        found.append(
+            {
+                "tree": name,
+                "batch": batch,
+                "context": context,
+                "parts": {
+                    part: card.against_floor(times[part] / args.calls, floor.total, bytes_per_s)
+                    for part, floor in least.items()
+                },
+            }
+        )
+    return found
 
 
 if args.tiny:
-    args.pair, args.tree, args.context, args.calls = "tiny", ["3/4/8"], [64], 2
+    args.pair, args.tree, args.context, args.calls = "tiny", ["3/4/8"], [64, 128], 2
 pair = models.PAIRS[args.pair]
 shapes, target, draft = models.shapes_of(pair, jnp.bfloat16)
 weights = models.fill(shapes, 0)
-copied = card.bandwidth(args.tiny)
 result = {
     "device": card.device(),
     "pair": pair.name,
-    "copy_bytes_per_s": copied,
-    "rounds": [
-        measure(tree, batch, context, copied)
-        for context in args.context
-        for batch in args.batch
-        for tree in args.tree
-    ],
+    "copy_bytes_per_s": card.bandwidth(args.tiny),
+    "rounds": [],
 }
+for batch in args.batch:
+    for tree in args.tree:
+        result["rounds"] += measure(tree, batch, result["copy_bytes_per_s"])
+        card.keep(result, args.out)
 harness.report(result, args.out)

@@ -67,10 +67,25 @@ ptxas info    : Function properties for loop_add_fusion
     24 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 255 registers, used 0 barriers
 """
+THUNKS = """\
+001: kWhile [source | sink]
+condition:
+    002: kCustomKernel [source | sink] wrapped_not grid: [1, 1, 1] threads: [1, 1, 1]  \
+shared_memory: 0 bytes
+  body:
+    000: kCommandBuffer [source | sink]
+        003: kCustomKernel [source | sink] tree_attention_kernel grid: [8, 1, 16] \
+threads: [128, 1, 1]  shared_memory: 24576 bytes
+        004: kCopy         [prev=003 (1) | sink] kCopy
+        005: kCustomKernel [source | sink] tree_attention_kernel__1 grid: [4, 1, 2] \
+threads: [256, 1, 1]  shared_memory: 20480 bytes
+    006: kCustomKernel [source | sink] sort_9 grid: [1, 1, 1] threads: [4, 1, 1]  \
+shared_memory: 0 bytes
+"""
 GOOD = ptx.Kernel("tree_attention_kernel", 154, 0, 0, 24576)
 
 
-def row(inserted: str = TWO, kernels=(GOOD,), temporaries: int = 10, text: str = STEP, **changes):
+def row(inserted=TWO, kernels=(GOOD,), temporaries=10, text=STEP, thunks=THUNKS, **changes):
     values = {
         "kernel": "tree_attention_kernel",
         "calls": 2,
@@ -83,7 +98,7 @@ def row(inserted: str = TWO, kernels=(GOOD,), temporaries: int = 10, text: str =
     }
     module = hlo.parse(text.replace("INSERT", inserted))
     expected = gpu_report.Expected(**(values | changes))
-    return gpu_report.examine("step", module, kernels, temporaries, expected)
+    return gpu_report.examine("step", module, kernels, thunks, temporaries, expected)
 
 
 def codes(*args, **changes) -> list[str]:
@@ -94,6 +109,7 @@ def test_a_step_without_faults():
     found = row()
     assert found.faults == []
     assert (found.calls, found.copies, found.registers, found.shared) == (2, 0, 154, 24576)
+    assert (found.launches, found.graphs, found.blocks) == (4, 1, 128)
     assert found.collectives == {}
 
 
@@ -176,11 +192,32 @@ def test_temporaries_and_donation():
 def test_the_assembler_report():
     kernels = ptx.parse(REPORT)
     assert kernels == [GOOD, ptx.Kernel("loop_add_fusion", 255, 16, 8, 0)]
-    assert [f.code for f in gpu_report.kernel_faults(kernels)] == ["SPILLS"]
-    large = ptx.Kernel("tree_attention_kernel", 90, 0, 0, 232449)
-    assert [f.code for f in gpu_report.kernel_faults([large])] == ["SHARED"]
+    assert codes(kernels=kernels) == ["SPILLS"]
     with pytest.raises(ValueError, match="no registers reported for tree_attention_kernel"):
         ptx.parse(REPORT.replace("Used 154 registers", "?"))
+
+
+def test_what_xla_will_launch():
+    assert codes(thunks=THUNKS.replace("20480", "232448")) == []
+    assert codes(thunks=THUNKS.replace("20480", "232449")) == ["SHARED"]
+    found, graphs = ptx.launches(THUNKS)
+    assert graphs == 1
+    assert [(launch.name, launch.graphed) for launch in found] == [
+        ("wrapped_not", False),
+        ("tree_attention_kernel", True),
+        ("tree_attention_kernel__1", True),
+        ("sort_9", False),
+    ]
+
+
+def test_the_kernels_own_results_are_no_copy():
+    partial = TWO.replace("f32[4,8]{1,0} custom-call", "f32[64,64]{1,0} custom-call")
+    assert codes(partial) == []
+    assert codes(partial.replace("tree_attention_kernel", "another")) == ["COPY", "COPY", "KERNEL"]
+
+
+def test_a_padded_copy_is_one_too():
+    assert codes(f"{TWO}\n  %c = bf16[2,1060]{{1,0}} pad(%k)") == ["COPY"]
 
 
 def test_collectives_are_counted_by_kind_and_bytes():
