@@ -210,8 +210,8 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
         for (start, size), piece in zip(pieces(s.value), o, strict=True):
             column = _columns(start, size)
             mask = real[:, None] & (column < s.value)
-            piece = piece.astype(ref["o"].dtype)
-            store(ref["o"].at[node[:, None], head[:, None], column], piece, mask=mask)
+            out = ref["o"].at[node[:, None], head[:, None], column]
+            store(out, piece.astype(ref["o"].dtype), mask=mask)
 
     return tree_attention_kernel
 
