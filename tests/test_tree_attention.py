@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case, draw
+from attention_cases import draw
 
-from eagle3_jax.ops import attention, kernel_plan, tree_attention
+from eagle3_jax.ops import attention, kernel_plan
+from eagle3_jax.ops.merge import merge
 
 IMPLEMENTATIONS = ["xla", "interpret"] + (["pallas"] if jax.default_backend() == "gpu" else [])
 KERNELS = IMPLEMENTATIONS[1:]
@@ -169,7 +170,7 @@ def test_slots_nobody_sees_may_hold_anything(implementation):
 def test_merge_of_any_split_is_one_softmax():
     rng = np.random.default_rng(0)
     scores, values = rng.normal(size=(2, 3, 40), scale=4), rng.normal(size=(40, 5))
-    sinks = rng.normal(size=(2, 3))
+    sinks = rng.normal(size=3)
     owner = rng.integers(0, 6, 40)
     owner[owner == 4] = 0  # split 4 has nothing
     m = np.full((6, 2, 3), np.finfo(np.float32).min)
@@ -180,13 +181,14 @@ def test_merge_of_any_split_is_one_softmax():
         weights = np.exp(mine - mine.max(-1, keepdims=True))
         total[part], o[part] = weights.sum(-1), weights @ values[owner == part]
     parts = [jnp.asarray(x, jnp.float32) for x in (o, m, total)]
+    run = functools.partial(merge, interpret=True)
     for sink in (None, sinks):
-        found = tree_attention.merge(*parts, None if sink is None else jnp.asarray(sink))
+        found = run(*parts, None if sink is None else jnp.asarray(sink), jnp.float32)
         weights = np.exp(scores)
         below = weights.sum(-1) + (0 if sink is None else np.exp(sink))
         np.testing.assert_allclose(found, weights @ values / below[..., None], atol=1e-5)
     none = [jnp.asarray(x[4:5], jnp.float32) for x in (o, m, total)]
-    assert not np.any(tree_attention.merge(*none, None))
+    assert not np.any(run(*none, None, jnp.float32))
 
 
 def test_plans():
@@ -200,6 +202,7 @@ def test_plans():
             assert n & (n - 1) == 0
         assert cut.rows * cut.row_blocks >= rows > cut.rows * (cut.row_blocks - 1)
         assert 1 <= cut.splits <= -(-slots // cut.keys) + 1
+        assert cut.splits < 3 or slots // (cut.splits - 2) >= 2 * cut.rows
         programs = batch * heads * cut.row_blocks
         assert cut.splits == 1 or cut.splits * programs <= kernel_plan.MULTIPROCESSORS
 
@@ -223,7 +226,7 @@ def test_unknown_names():
 
 
 def test_the_choice_is_part_of_the_program():
-    """A program compiled before is not reused under another choice, and the call's own word wins."""
+    """A program of another choice is not reused, and the call's own word comes first."""
     case = draw(np.random.default_rng(0), "float32", SHAPES["ragged, odd heads"])
 
     def text(**options):

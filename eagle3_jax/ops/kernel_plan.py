@@ -44,19 +44,20 @@ def plan(
     Splits fill the multiprocessors about once: at batch 1 a model with 8 KV heads and 8 nodes gets
     15 programs a head for the prefix and one for the tree. More would read no faster and write
     more partial results; a batch that fills the card alone is not split. None gets less than one
-    step of the longest prefix the cache can hold.
+    step of a full cache, nor fewer slots than twice its rows: the partial results, written and
+    read once, must stay small beside the keys and values.
     """
     block = _block_rows(rows, width, itemsize)
     row_blocks = -(-rows // block)
     keys, warps, stages = _table(block, width, itemsize)
     splits = MULTIPROCESSORS // (batch * kv_heads * row_blocks)
-    splits = min(splits, -(-slots // keys) + 1)
+    splits = min(splits, -(-slots // max(keys, 2 * block)) + 1)
     return Plan(block, row_blocks, keys, max(splits, 1), warps, stages)
 
 
 def _block_rows(rows: int, width: int, itemsize: int) -> int:
     """Folded rows of one program: at least 16 (tensor cores), at most what registers hold."""
-    most = 128 if width <= 128 else 64 if width <= 256 else 16
+    most = 128 if width <= 128 else 64 if width <= 256 else 32
     if itemsize == 4:
         most = 16
     return min(max(16, 1 << (rows - 1).bit_length()), most)
@@ -64,10 +65,10 @@ def _block_rows(rows: int, width: int, itemsize: int) -> int:
 
 def _table(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """Keys of a step, warps, stages."""
-    if itemsize == 4:
-        return 16, 4, 2
+    if itemsize == 4:  # without TF32 there are no tensor cores: sums of products, thread by thread
+        return 32, 8, 2
     if width > 256:
-        return 32, 4, 2
+        return 32, (8 if rows == 32 else 4), 2
     return (64 if width <= 128 else 32), (8 if rows == 128 else 4), 3
 
 

@@ -1,4 +1,4 @@
-"""A kernel on several devices: XLA cannot partition one, so each device runs it on its own heads."""
+"""A kernel on several devices: XLA cannot partition one, so each runs it on its own heads."""
 
 from collections.abc import Callable
 

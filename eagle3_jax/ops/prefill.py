@@ -18,7 +18,8 @@ def cudnn_takes(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     capability = getattr(jax.devices()[0], "compute_capability", "0.0")  # a ROCm device: gfx...
     if not capability.replace(".", "").isdigit() or float(capability) < 8.0:
         return False
-    return H <= (256 if float(capability) >= 9.0 else 128)
+    hopper = float(capability) >= 9.0
+    return H <= 128 or (hopper and H <= 256)
 
 
 def cudnn_causal(

@@ -7,7 +7,6 @@ head, walks over the slots it has to see, and keeps their softmax as it goes (Fl
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -16,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from eagle3_jax.ops.kernel_plan import WORD, Plan, pieces, plan
+from eagle3_jax.ops.merge import LOG2E, load_sink, merge, normalised
 from eagle3_jax.ops.pallas_backend import call, load, store
 
-LOG2E = math.log2(math.e)
 NOTHING = float(jnp.finfo(jnp.float32).min)  # the largest score of a row that saw none
 
 WIDEST, WIDEST_FLOAT32 = 576, 256  # key widths; 576 is DeepSeek's latent and rotary key
@@ -85,31 +84,13 @@ def tree_attention(
         inputs.append(v)
     if positions is not None:
         inputs += [_first_near(positions, window), *positions]
-    o, m, l = _call(sizes, cut, B, K, inputs, interpret)
-    return (
-        merge(o, m, l, None if sinks is None else sinks.reshape(K, N // K))
-        .astype(q.dtype)
-        .reshape(B, T, N, value)
-    )
-
-
-def merge(
-    o: jax.Array,  # [splits, ..., K, G, width] float32, not normalised
-    m: jax.Array,  # [splits, ..., K, G] float32, the largest score, base 2
-    l: jax.Array,  # [splits, ..., K, G] float32, the sum of 2 ** (score - m)
-    sinks: jax.Array | None,  # [K, G]
-) -> jax.Array:  # [..., K, G, width] float32
-    """One softmax from those of the splits; zeros where no split saw anything."""
-    top = jnp.max(m, axis=0)
     if sinks is not None:
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32) * LOG2E, top.shape)
-        top = jnp.maximum(top, sink)
-    weight = jnp.exp2(m - top[None])
-    total = jnp.sum(weight * l, axis=0)
-    if sinks is not None:
-        total += jnp.exp2(sink - top)
-    out = jnp.sum(weight[..., None] * o, axis=0)
-    return out / jnp.where(total > 0, total, 1.0)[..., None]
+        inputs.append(sinks)
+    found = _call(sizes, cut, B, K, inputs, sinks is not None, interpret)
+    if cut.splits == 1:
+        return found[0].reshape(B, T, N, value)
+    o, m, total = (x.reshape(cut.splits, B, T, N, *x.shape[5:]) for x in found)
+    return merge(o, m, total, sinks, q.dtype, interpret=interpret)
 
 
 def _first_near(positions: tuple[jax.Array, jax.Array], window: int | None) -> jax.Array:
@@ -121,38 +102,38 @@ def _first_near(positions: tuple[jax.Array, jax.Array], window: int | None) -> j
     return jnp.where(jnp.any(near, axis=1), first, keys.shape[1])
 
 
-def _call(sizes: Sizes, cut: Plan, batch: int, kv_heads: int, inputs: list, interpret: bool):
-    """(o, m, l), the splits first; T and [K, G] apart."""
-    s, splits = sizes, cut.splits
+def _call(
+    s: Sizes, cut: Plan, batch: int, kv_heads: int, inputs: list, sinks: bool, interpret: bool
+) -> list[jax.Array]:
+    """o, m and the sums [splits, B, T, K, G, ...], or of one split the result in q's dtype."""
+    node, slot = (None, s.nodes, None, s.group), (None, s.slots, None)
     specs = {
-        "q": pl.BlockSpec(
-            (None, s.nodes, None, s.group, s.key), lambda r, h, b, p: (b, 0, h, 0, 0)
-        ),
-        "k": pl.BlockSpec((None, s.slots, None, s.key), lambda r, h, b, p: (b, 0, h, 0)),
+        "q": pl.BlockSpec((*node, s.key), lambda r, h, b, p: (b, 0, h, 0, 0)),
+        "k": pl.BlockSpec((*slot, s.key), lambda r, h, b, p: (b, 0, h, 0)),
         "lengths": pl.BlockSpec((1,), lambda r, h, b, p: (b,)),
         "ancestors": pl.BlockSpec((None, s.nodes, s.words), lambda r, h, b, p: (b, 0, 0)),
     }
     if not s.shared:
-        specs["v"] = pl.BlockSpec((None, s.slots, None, s.value), lambda r, h, b, p: (b, 0, h, 0))
+        specs["v"] = pl.BlockSpec((*slot, s.value), lambda r, h, b, p: (b, 0, h, 0))
     if s.window is not None:
         specs["first"] = pl.BlockSpec((1,), lambda r, h, b, p: (b,))
         specs["at"] = pl.BlockSpec((None, s.nodes), lambda r, h, b, p: (b, 0))
         specs["key_at"] = pl.BlockSpec((None, s.slots), lambda r, h, b, p: (b, 0))
-    one = pl.BlockSpec((None, None, s.nodes, None, s.group), lambda r, h, b, p: (p, b, 0, h, 0))
-    wide = pl.BlockSpec(
-        (None, None, s.nodes, None, s.group, s.value), lambda r, h, b, p: (p, b, 0, h, 0, 0)
-    )
-    rows = (splits, batch, s.nodes, kv_heads, s.group)
+    if sinks:
+        specs["sinks"] = pl.BlockSpec((s.group,), lambda r, h, b, p: (h,))
+    rows = (cut.splits, batch, s.nodes, kv_heads, s.group)
+    wide = pl.BlockSpec((None, *node, s.value), lambda r, h, b, p: (p, b, 0, h, 0, 0))
+    one = pl.BlockSpec((None, *node), lambda r, h, b, p: (p, b, 0, h, 0))
+    alone = cut.splits == 1
+    out = {"o": (wide, (*rows, s.value), inputs[0].dtype if alone else jnp.float32)}
+    if not alone:
+        out |= {"m": (one, rows, jnp.float32), "total": (one, rows, jnp.float32)}
     return call(
-        _kernel(sizes, cut, (*specs, "o", "m", "l")),
-        grid=(cut.row_blocks, kv_heads, batch, splits),
+        _kernel(s, cut, (*specs, *out)),
+        grid=(cut.row_blocks, kv_heads, batch, cut.splits),
         in_specs=list(specs.values()),
-        out_specs=[wide, one, one],
-        out_shape=[
-            jax.ShapeDtypeStruct((*rows, s.value), jnp.float32),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
-        ],
+        out_specs=[spec for spec, _, _ in out.values()],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in out.values()],
         warps=cut.warps,
         stages=cut.stages,
         interpret=interpret,
@@ -179,7 +160,8 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
         length = ref["lengths"][0]
         first = ref["first"][0] if s.window is not None else jnp.int32(0)
         steps = lax.div(jnp.maximum(length - first, 0) + (cut.keys - 1), jnp.int32(cut.keys))
-        part, words = pl.program_id(3), jnp.int32(s.words)
+        left = jnp.maximum(s.slots - length, 0) + (WORD - 1)
+        part, words = pl.program_id(3), jnp.minimum(s.words, lax.div(left, jnp.int32(WORD)))
         low, high = jnp.int32(0), steps
         if cut.splits > 1:
             share = lax.div(steps + (cut.splits - 2), jnp.int32(cut.splits - 1))
@@ -208,13 +190,28 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
             *(jnp.zeros((cut.rows, size), jnp.float32) for _, size in pieces(s.value)),
         )
         state = lax.fori_loop(low, high, prefix, state)
-        m, l, *o = lax.fori_loop(0, words, tree, state)
-        store(ref["m"].at[node, head], m, mask=real)
-        store(ref["l"].at[node, head], l, mask=real)
+        m, total, *o = lax.fori_loop(0, words, tree, state)
+        if cut.splits == 1:
+            sink = load_sink(ref["sinks"], head, real) if "sinks" in ref else None
+            top = m if sink is None else jnp.maximum(m, sink)
+            shrink = jnp.exp2(m - top)
+            o = [
+                normalised(
+                    x * shrink[:, None],
+                    (total * shrink)[:, None],
+                    top[:, None],
+                    sink if sink is None else sink[:, None],
+                )
+                for x in o
+            ]
+        else:
+            store(ref["m"].at[node, head], m, mask=real)
+            store(ref["total"].at[node, head], total, mask=real)
         for (start, size), piece in zip(pieces(s.value), o, strict=True):
             column = _columns(start, size)
             mask = real[:, None] & (column < s.value)
-            store(ref["o"].at[node[:, None], head[:, None], column], piece, mask=mask)
+            out = ref["o"].at[node[:, None], head[:, None], column]
+            store(out, piece.astype(ref["o"].dtype), mask=mask)
 
     return tree_attention_kernel
 
@@ -235,9 +232,9 @@ class _Block:
         slot: jax.Array,  # [keys]
         inside: jax.Array,  # [keys] bool, slots there are
         seen: jax.Array,  # [rows or 1, keys] bool
-        state: tuple[jax.Array, ...],  # m, l and the pieces of o
+        state: tuple[jax.Array, ...],  # m, sums and the pieces of o
     ) -> tuple[jax.Array, ...]:
-        s, (m, l, *o) = self.sizes, state
+        s, (m, total, *o) = self.sizes, state
         keys = self._rows("k", s.key, slot, inside)
         scores = sum(_dot(a, b, 1) for a, b in zip(queries, keys, strict=True))
         if s.softcap is None:
@@ -251,7 +248,7 @@ class _Block:
         top = jnp.maximum(m, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - top[:, None])
         shrink = jnp.exp2(m - top)
-        total = l * shrink + jnp.sum(weights, axis=1)
+        total = total * shrink + jnp.sum(weights, axis=1)
         if s.shared and pieces(s.value) == pieces(s.key)[: len(pieces(s.value))]:
             values = keys
         else:
