@@ -165,9 +165,11 @@ class Attention(nnx.Module):
         N, K, H = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         qk, v = jnp.split(self.qkv(x).reshape(B, T, N + 2 * K, H), [N + K], axis=2)
         if self.q_norm is not None and self.k_norm is not None:
+            # Rejoined for one rotation, XLA 0.10.2 makes a Triton fusion of it that fails to verify.
             q, k = jnp.split(qk, [N], axis=2)
-            qk = jnp.concatenate((self.q_norm(q), self.k_norm(k)), axis=2)
-        q, k = jnp.split(rotate(qk, *rotation), [N], axis=2)
+            q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
+        else:
+            q, k = jnp.split(rotate(qk, *rotation), [N], axis=2)
         cache = cache.write(layer, k, v, rows.start, rows.positions)
         out = attend_rows(q, (k, v), cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
