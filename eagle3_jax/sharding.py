@@ -19,7 +19,7 @@ from eagle3_jax.config import ConfigError
 from eagle3_jax.state import LoopState
 
 DATA, MODEL = "data", "model"
-BY_OUTPUTS = ("qkv", "gate_up", "q", "q_b", "kv_b", "fc", "lm_head")
+BY_OUTPUTS = ("qkv", "gate_up", "q", "q_b", "kv_b", "fc", "embed", "lm_head")
 BY_INPUTS = ("o", "down")
 """Of the linear maps and tables; a module that is in neither list is whole on every device."""
 
@@ -27,8 +27,8 @@ BY_INPUTS = ("o", "down")
 def weight_specs(module: nnx.Module, model: int) -> tuple[P, ...]:
     """The split of each array of a target or a draft, in the order of `modules.take_apart`.
 
-    The embedding is split by its width, so that a lookup needs no exchange of ids; one that is the
-    head too is split by its rows.
+    The embedding and the heads are split by their rows. (Split by width, an embedding leaves the
+    residual stream split too, and every block gathers and scatters it: three times the exchanges.)
 
     Args:
       model: devices along the mesh's `model` axis.
@@ -36,21 +36,18 @@ def weight_specs(module: nnx.Module, model: int) -> tuple[P, ...]:
     Raises:
       ConfigError: an axis that does not divide by `model`; the message names the tensor.
     """
-    tied = getattr(module, "lm_head", None) is None
     flat = [
-        (path, variable.replace(_weight(path, variable, tied, model)))
+        (path, variable.replace(_weight(path, variable, model)))
         for path, variable in nnx.to_flat_state(nnx.state(module))
     ]
     return tuple(jax.tree.leaves(nnx.from_flat_state(flat), is_leaf=lambda x: isinstance(x, P)))
 
 
-def _weight(path: tuple, variable: Any, tied: bool, model: int) -> P:
+def _weight(path: tuple, variable: Any, model: int) -> P:
     *_, owner, kind = ("", *map(str, path))
     shape = variable.get_value().shape
     axis = None
-    if owner == "embed":
-        axis = 0 if tied else 1
-    elif owner in BY_OUTPUTS:
+    if owner in BY_OUTPUTS:
         axis = 0
     elif owner in BY_INPUTS and kind == "weight":
         axis = 1
