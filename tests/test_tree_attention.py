@@ -154,8 +154,10 @@ def test_a_row_that_sees_nothing_is_zeros(attend):
             assert np.all(found[b, t] == 0)
         case.check(found)
     case = draw(rng, "float32", (1, 2, 10, 1, 1, 16, 1), lengths=[0])
-    case.bits = [[0, 1]]
-    assert np.all(case.run(attend)[0, 0] == 0)
+    case.bits = [[1 << 10, 1 << 9]]  # slot 10 is not there
+    found = case.run(attend)
+    assert np.all(found[0, 0] == 0)
+    case.check(found)
 
 
 def test_large_scores_stay_finite(attend):
