@@ -3,13 +3,15 @@
 import contextlib
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 
 def an_h200() -> contextlib.AbstractContextManager:
     """A mesh of one H200 in scope: from jax 0.11 on, Triton's lowering asks for the device."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    )
 
 
 def lowered(run, *args) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from eagle3_jax.ops.over_mesh import over_mesh
@@ -84,9 +85,12 @@ def attend(
     chosen = _chosen.value if implementation is None else _checked(implementation)
 
     def einsum(q, k, v, lengths, ancestors, sinks):
-        seen = _visible(lengths, ancestors, k.shape[1])
-        seen = seen if window is None else seen & window.near()
-        return _weigh(q, k, k[..., :width] if v is None else v, seen, scale, softcap, sinks)
+        seen, some = _visible(lengths, ancestors, k.shape[1])
+        if window is not None:
+            seen = seen & window.near()
+            some = jnp.any(seen, axis=2)
+        out = _weigh(q, k, k[..., :width] if v is None else v, seen, scale, softcap, sinks)
+        return jnp.where(some[:, :, None, None], out, jnp.zeros((), out.dtype))
 
     def kernel(q, k, v, lengths, ancestors, sinks):
         run = functools.partial(
@@ -185,10 +189,10 @@ def _weigh(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(accum).min)
-    top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
+        top = jnp.max(scores, axis=-1, keepdims=True)
         sink = jnp.broadcast_to(sinks.astype(accum).reshape(1, K, N // K, 1, 1), top.shape)
         highest = jnp.maximum(top, sink)
         weights = jnp.exp(scores - highest)
@@ -200,16 +204,19 @@ def _weigh(
         precision="highest",
         preferred_element_type=accum,
     )
-    out = jnp.where(top > jnp.finfo(accum).min, out, 0.0)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[3]).astype(q.dtype)
 
 
-def _visible(lengths: jax.Array, ancestors: jax.Array, slots: int) -> jax.Array:
-    """[B, T, S] bool, the two conditions of `attend`."""
+def _visible(lengths: jax.Array, ancestors: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+    """What a row sees [B, T, S] by the two conditions of `attend`, and whether anything [B, T]."""
     B, T, words = ancestors.shape
     offset = jnp.arange(slots, dtype=jnp.int32)[None, :] - lengths[:, None]  # [B, S]
     word = jnp.clip(offset >> 5, 0, words - 1)
     bits = jnp.take_along_axis(ancestors, jnp.broadcast_to(word[:, None, :], (B, T, slots)), axis=2)
     bit = (bits >> (offset & 31).astype(jnp.uint32)[:, None, :]) & jnp.uint32(1)
     inside = (offset >= 0) & (offset < 32 * words)
-    return ((offset < 0)[:, None, :]) | (inside[:, None, :] & (bit == 1))
+    seen = ((offset < 0)[:, None, :]) | (inside[:, None, :] & (bit == 1))
+    # Of an empty prefix, bits j < slots name a slot: no look at the mask itself is needed.
+    there = np.clip(slots - 32 * np.arange(words), 0, 32).astype(np.uint64)
+    named = ancestors & ((np.uint64(1) << there) - np.uint64(1)).astype(np.uint32)[None, None]
+    return seen, (lengths > 0)[:, None] | jnp.any(named != 0, axis=2)
