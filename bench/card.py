@@ -1,4 +1,4 @@
-"""The device a GPU benchmark runs on: its copy bandwidth, timed calls, options all of them share."""
+"""What GPU benchmarks share: the device, its copy bandwidth, timed calls, options."""
 
 import argparse
 import os
@@ -8,15 +8,17 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import harness  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+import harness
+import jax
+import jax.numpy as jnp
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options of every GPU benchmark."""
     made = harness.parser(doc)
-    made.add_argument("--tiny", action="store_true", help="sizes for a CPU: only shows that it runs")
+    made.add_argument(
+        "--tiny", action="store_true", help="sizes for a CPU: only shows that it runs"
+    )
     made.add_argument("--pair", default="llama-3.1-8b", help="of bench/models.py")
     return made
 

@@ -3,8 +3,8 @@
     python bench/compare_torch.py         on a GPU: Llama-3.1-8B's shapes, random weights
     python bench/compare_torch.py --tiny  on a CPU: shows that it runs
 
-`decode` is one token of every sequence, `verify` a tree's rows in one pass; both sides read the same
-number of bytes and give the argmax after each row. Neither side has a draft here: PyTorch has none
+`decode` is one token of every sequence, `verify` a tree's rows in one pass; both sides read the
+same number of bytes and give the argmax after each row. Neither side has a draft here: PyTorch has none
 to compare with. PyTorch's step is bench/torch_step.py, replayed as a CUDA graph.
 """
 

@@ -6,9 +6,10 @@
 Random weights would accept nothing, so the outcome is arranged while the program stays whole: the
 draft's id table sends every draft id to token 0, its last norm is scaled until one candidate a
 level has nearly all the probability (a tree then holds a path of full depth), and the text the
-target has to follow (`Limits.forced`) is token 0 except at every a-th place. Each round then commits
-exactly a tokens; the counts that come back are checked, and a round that differs is an error. What
-is timed is `loop.finish_jit`, the compiled loop users run, from a state with `context` random slots.
+target has to follow (`Limits.forced`) is token 0 except at every a-th place. Each round then
+commits exactly a tokens; the counts that come back are checked, and a round that differs is an
+error. What is timed is `loop.finish_jit`, the compiled loop users run, from a state with `context`
+random slots.
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ parser.add_argument("--accept", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6],
 parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], metavar="B")
 parser.add_argument("--context", type=int, nargs="+", default=[1024, 32768], metavar="S")
 parser.add_argument("--rounds", type=int, default=24, metavar="R", help="in one timed run")
-parser.add_argument("--memory", type=float, default=120.0, metavar="GB", help="skip what needs more")
+parser.add_argument(
+    "--memory", type=float, default=120.0, metavar="GB", help="skip what needs more"
+)
 args = parser.parse_args()
 harness.use_cores(args.cores)
 

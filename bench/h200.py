@@ -14,10 +14,10 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 CARD = """
 gpu_device_info {
@@ -54,9 +54,7 @@ def place(shapes: Any, on: Mesh, specs: Any = None) -> Any:
     if specs is None:
         specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
     return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(on, spec)
-        ),
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, spec)),
         shapes,
         specs,
     )

@@ -78,16 +78,16 @@ def measure(batch: int, rows: int, context: int, bytes_per_s: float) -> dict:
     lengths = jnp.full((batch,), context, jnp.int32)
     bits = jnp.broadcast_to(jnp.asarray(chain_bits(rows)), (batch, rows, -(-rows // 32)))
     runs, first, failed = {}, {}, {}
-    for name, attend in calls(rows, slots, H**-0.5).items():
+    for name, function in calls(rows, slots, H**-0.5).items():
 
         @jax.jit
-        def through(q, caches, attend=attend):
+        def through(q, caches, function=function):
             for layer in range(layers):
-                q = attend(q, caches[2 * layer], caches[2 * layer + 1], lengths, bits)
+                q = function(q, caches[2 * layer], caches[2 * layer + 1], lengths, bits)
             return q
 
         try:
-            first[name] = jax.jit(attend)(q, caches[0], caches[1], lengths, bits)
+            first[name] = jax.jit(function)(q, caches[0], caches[1], lengths, bits)
             step = functools.partial(lambda q, run: run(q, caches), run=through)
             runs[name] = card.chained(step, q, 1 if args.tiny else 10)
             runs[name]()

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 sys.path.insert(0, str(harness.ROOT))
-from eagle3_jax import loop  # noqa: E402
-from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, TreeConfig  # noqa: E402
-from eagle3_jax.draft import Eagle3Draft  # noqa: E402
-from eagle3_jax.modules import Structure, take_apart  # noqa: E402
-from eagle3_jax.state import Limits, LoopState, Program, Weights  # noqa: E402
-from eagle3_jax.targets.llama import LlamaTarget  # noqa: E402
+from eagle3_jax import loop
+from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig, TreeConfig
+from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.modules import Structure, take_apart
+from eagle3_jax.state import Limits, LoopState, Program, Weights
+from eagle3_jax.targets.llama import LlamaTarget
 
 LLAMA3_ROPE = RopeConfig(
     theta=500000.0,
@@ -115,7 +115,7 @@ PAIRS = {
     "llama-3.3-70b": _pair("llama-3.3-70b", LLAMA_70B, 32000),
     "tiny": _pair("tiny", TINY, 128),
 }
-"""The drafts of the 8B pairs have the published sizes; a 70B one as wide as its target stands in."""
+"""The drafts of the 8B pairs have the published sizes; the 70B one is as wide as its target."""
 
 
 def shapes_of(pair: Pair, dtype) -> tuple[Weights, Structure, Structure]:
@@ -136,9 +136,7 @@ def shapes_of(pair: Pair, dtype) -> tuple[Weights, Structure, Structure]:
     return Weights(target, draft), target_structure, draft_structure
 
 
-def programs(
-    pair: Pair, target: Structure, draft: Structure, tree: TreeConfig | None
-) -> Program:
+def programs(pair: Pair, target: Structure, draft: Structure, tree: TreeConfig | None) -> Program:
     """Speculation with that tree, or plain decoding without one."""
     if tree is None:
         return Program(target, None, None, (), "ancestors")

@@ -3,8 +3,8 @@
     .venv-gpu/bin/python bench/scanned.py --layers 8
 
 One verification pass of Llama-3.1-8B's shapes, cut. `unrolled` is the target as it is; `scanned` the
-same blocks in a `lax.scan` over stacked weights and caches, the new rows written to the stacked
-cache in place. Both are judged as `make check-gpu` judges.
+same blocks in a `lax.scan` over stacked weights and caches, written back in place. Both are judged
+as `make check-gpu` judges.
 """
 
 import argparse

@@ -15,7 +15,6 @@ from eagle3_jax.ops.attention import Window, attend, attend_causal
 from eagle3_jax.precision import accum_dtype, matmul
 from eagle3_jax.rope import rotate
 
-
 MLP_GROUPS = 8
 """Devices over which the fused gate and up weight can be split without moving its halves."""
 
@@ -181,7 +180,7 @@ class Attention(nnx.Module):
         grouped = self.qkv(x).reshape(B, T, K, G + 2, H)  # G query heads, a key, a value
         qk, v = grouped[:, :, :, : G + 1], grouped[:, :, :, G + 1]
         if self.q_norm is not None and self.k_norm is not None:
-            # Rejoined for one rotation, XLA 0.10.2 makes a Triton fusion of it that fails to verify.
+            # Rejoined for one rotation, jax 0.10.2 makes a Triton fusion that XLA itself refuses.
             q = rotate(self.q_norm(qk[:, :, :, :G].reshape(B, T, N, H)), *rotation)
             k = rotate(self.k_norm(qk[:, :, :, G]), *rotation)
         else:

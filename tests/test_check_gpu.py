@@ -29,7 +29,7 @@ HloModule jit_finish, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-a
   ROOT %dus = bf16[1,64,2,16]{3,2,1,0} dynamic-update-slice(%p0, %p1, %zero, %p2, %zero, %zero)
 }
 
-%body (arg: (bf16[1,64,2,16], bf16[1,64,2,16], s32[])) -> (bf16[1,64,2,16], bf16[1,64,2,16], s32[]) {
+%body (arg: (bf16[1,64,2,16], bf16[1,64,2,16], s32[])) -> (bf16[1,64,2,16], /*index=1*/s32[]) {
   %arg = (bf16[1,64,2,16]{3,2,1,0}, bf16[1,64,2,16]{3,2,1,0}, /*index=2*/s32[]) parameter(0)
   %k = bf16[1,64,2,16]{3,2,1,0} get-tuple-element(%arg), index=0
   %v = bf16[1,64,2,16]{3,2,1,0} get-tuple-element(%arg), index=1
@@ -180,6 +180,8 @@ def test_the_kernel_must_run_once_per_layer_and_forward():
     ]
     assert codes(TWO.replace("tree_attention_kernel", "another_kernel")) == ["KERNEL"]
     assert codes(TWO.replace("__gpu$xla.gpu.triton", "__cublas$gemm")) == ["KERNEL"]
+    other = KERNEL.format(i=2).replace('name = "', 'ir = "at tree_attention_kernel.py", name = "a_')
+    assert codes(f"{TWO}\n{other}") == []
 
 
 def test_temporaries_and_donation():

@@ -68,12 +68,15 @@ def test_curves():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("script", "key", "entries"), [("kernel", "shapes", 2), ("round", "rounds", 2), ("generate", "runs", 4)]
+    ("script", "key", "entries"),
+    [("kernel", "shapes", 2), ("round", "rounds", 2), ("generate", "runs", 4)],
 )
 def test_scripts_in_small(script, key, entries, tmp_path):
     out = tmp_path / "result.json"
     command = [sys.executable, str(BENCH / f"{script}.py"), "--tiny", "--repeats", "1"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(out.read_text())
     assert len(result[key]) == entries
@@ -85,6 +88,8 @@ def test_compare_torch_in_small(tmp_path):
     pytest.importorskip("torch")
     out = tmp_path / "result.json"
     command = [sys.executable, str(BENCH / "compare_torch.py"), "--tiny", "--repeats", "1"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert [one["what"] for one in json.loads(out.read_text())["passes"]] == ["decode", "verify"]
