@@ -4,7 +4,7 @@
     python bench/compare_torch.py --tiny  on a CPU: shows that it runs
 
 `decode` is one token of every sequence, `verify` a tree's rows in one pass; both sides read the
-same number of bytes and give the argmax after each row. Neither side has a draft here: PyTorch has none
+same number of bytes and give the argmax after each row. Neither side drafts: PyTorch has no draft
 to compare with. PyTorch's step is bench/torch_step.py, replayed as a CUDA graph.
 """
 

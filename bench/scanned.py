@@ -2,9 +2,9 @@
 
     .venv-gpu/bin/python bench/scanned.py --layers 8
 
-One verification pass of Llama-3.1-8B's shapes, cut. `unrolled` is the target as it is; `scanned` the
-same blocks in a `lax.scan` over stacked weights and caches, written back in place. Both are judged
-as `make check-gpu` judges.
+One verification pass of Llama-3.1-8B's shapes, cut. `unrolled` is the target as it is, `scanned`
+the same blocks in a `lax.scan` over stacked weights and caches, written back in place. Both are
+judged as `make check-gpu` judges.
 """
 
 import argparse

@@ -67,16 +67,14 @@ def cache_specs(cache: KVCache, model: int) -> KVCache:
     """Sequences over `data`, heads over `model`; a single head (latent attention) stays whole."""
 
     def spec(buffer: jax.Array) -> P:
+        if buffer.ndim < 4:  # positions of the slots
+            return P(DATA)
         heads = buffer.shape[2]
         if heads > 1 and heads % model:
             raise ConfigError(f"{heads} key/value heads do not divide by {model} devices")
         return P(DATA, None, MODEL if heads > 1 else None, None)
 
-    return KVCache(
-        tuple(map(spec, cache.k)),
-        tuple(map(spec, cache.v)),
-        None if cache.positions is None else P(DATA, None),  # type: ignore[arg-type]
-    )
+    return jax.tree.map(spec, cache)
 
 
 def state_specs(state: LoopState, model: int) -> LoopState:
