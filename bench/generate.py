@@ -157,7 +157,7 @@ weights = models.fill(shapes, 0)
 model = draft.build(weights.draft)
 model.norm_final.weight[...] = model.norm_final.weight[...] * SHARPNESS
 weights = dataclasses.replace(weights, draft=models.take_apart(model)[0])
-result = {"device": card.device(), "pair": pair.name, "rounds": args.rounds, "runs": []}
+result = {"device": card.device(), "pair": pair.name, "rounds_in_a_run": args.rounds, "runs": []}
 for batch in args.batch:
     for tree in args.tree:
         result["runs"] += measure(batch, tree)
