@@ -4,6 +4,7 @@
     python bench/check_gpu.py --only qwen         those whose name holds a word
     python bench/check_gpu.py --full              also one 8B round at its whole depth
     python bench/check_gpu.py --out FILE          also as JSON; the table beside it as .txt
+    python bench/check_gpu.py --attention xla     what it says without the kernel: it must fail
 
 Exit status 1 and one line a fault: registers spilled, shared memory over the limit, a cache or a
 weight written as a whole in a round, temporaries over the budget, a mask of rows x slots, a host
@@ -25,6 +26,8 @@ from gpu_cases import CASES, KERNEL_CASES, Case, compile_case, compile_kernel
 from gpu_report import Fault, Row, extrapolate, table
 from models import PAIRS
 
+from eagle3_jax.ops.attention import use_attention
+
 LAYERS = (2, 4)
 FULL = Case("llama-3.1-8b", "3/4/8", 2048)
 
@@ -34,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="WORD", help="programs whose name holds it")
     parser.add_argument("--full", action="store_true", help="one 8B round at its whole depth too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON, and a .txt beside it")
+    parser.add_argument(
+        "--attention", choices=["xla"], help="XLA's own attention instead of the kernel: it fails"
+    )
     args = parser.parse_args(argv)
     rows: list[Row] = []
     grown: dict[str, dict[str, float]] = {}
@@ -48,14 +54,15 @@ def main(argv: list[str] | None = None) -> int:
 
     for kernel in filter(wanted, KERNEL_CASES):
         add(str(kernel), functools.partial(compile_kernel, kernel))
-    for case in filter(wanted, CASES):
-        found = [
-            add(f"{case}, {n} layers", functools.partial(compile_case, case, n)) for n in LAYERS
-        ]
-        full = PAIRS[case.pair].target.num_layers
-        grown[str(case)] = extrapolate(found[0], found[1], LAYERS, full)
-    if args.full:
-        add(f"{FULL}, whole", functools.partial(compile_case, FULL, None))
+    with use_attention(args.attention):
+        for case in filter(wanted, CASES):
+            found = [
+                add(f"{case}, {n} layers", functools.partial(compile_case, case, n)) for n in LAYERS
+            ]
+            full = PAIRS[case.pair].target.num_layers
+            grown[str(case)] = extrapolate(found[0], found[1], LAYERS, full)
+        if args.full:
+            add(f"{FULL}, whole", functools.partial(compile_case, FULL, None))
     return show(rows, grown, args.out)
 
 
