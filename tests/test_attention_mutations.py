@@ -11,7 +11,7 @@ from selection import by_default
 KERNEL, MERGE = "eagle3_jax.ops.tree_attention", "eagle3_jax.ops.merge"
 MUTATIONS = {
     "tree one slot late": ("length + w * WORD + _iota", "length + w * WORD + 1 + _iota"),
-    "bits ignored": ("(bit == 1) & inside", "(bit < 2) & inside"),
+    "bits ignored": ("jnp.uint32(1)) == 1", "jnp.uint32(1)) < 2"),
     "bits shifted by one": ("_iota(WORD).astype", "(_iota(WORD) + 1).astype"),
     "the first word for all": ('["ancestors"].at[node, w]', '["ancestors"].at[node, w * 0]'),
     "prefix past its length": ("jnp.minimum(length, s.slots)", "s.slots"),

@@ -1,8 +1,10 @@
 """Every name of Pallas's Triton backend that this project uses.
 
-jax deprecated that backend in 0.11 (the warning comes at lowering, and 0.12.0.1 still has it). The
-kernels import from here alone, so that a port to `plgpu.kernel` (Mosaic GPU) or to `jax_triton`
-starts with one file.
+jax deprecated that backend in 0.11 (a warning when a kernel is lowered; 0.12.0.1 still has it). The
+kernels import from here alone, so that a port starts with one file. It would go to `plgpu.kernel`
+(Mosaic GPU, Hopper and later). Not yet: its matrix products take 64 query rows or more, and a chain
+or a small tree has 16 to 32 (nodes times the heads of a group); from 64 rows on Triton emits the
+same instruction (wgmma). Its API has other names in the two jax versions this project supports.
 """
 
 from collections.abc import Callable, Sequence

@@ -159,15 +159,7 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
         )
         length = ref["lengths"][0]
         first = ref["first"][0] if s.window is not None else jnp.int32(0)
-        steps = lax.div(jnp.maximum(length - first, 0) + (cut.keys - 1), jnp.int32(cut.keys))
-        left = jnp.maximum(s.slots - length, 0) + (WORD - 1)
-        part, words = pl.program_id(3), jnp.minimum(s.words, lax.div(left, jnp.int32(WORD)))
-        low, high = jnp.int32(0), steps
-        if cut.splits > 1:
-            share = lax.div(steps + (cut.splits - 2), jnp.int32(cut.splits - 1))
-            low = part * share
-            high = jnp.minimum(low + share, steps)
-            words = jnp.where(part == cut.splits - 1, words, 0)
+        low, high, words = _share(s, cut, first, length)
 
         def prefix(i, state):
             slot = first + i * cut.keys + _iota(cut.keys)
@@ -178,11 +170,8 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
             slot = length + w * WORD + _iota(WORD)
             inside = slot < s.slots
             word = load(ref["ancestors"].at[node, w], mask=real, other=jnp.uint32(0))
-            bit = lax.shift_right_logical(
-                jnp.broadcast_to(word[:, None], (cut.rows, WORD)),
-                jnp.broadcast_to(_iota(WORD).astype(jnp.uint32)[None, :], (cut.rows, WORD)),
-            ) & jnp.uint32(1)
-            return block.step(queries, slot, inside, (bit == 1) & inside[None, :], state)
+            named = _bits(word) & inside[None, :]
+            return block.step(queries, slot, inside, named, state)
 
         state = (
             jnp.full((cut.rows,), NOTHING, jnp.float32),
@@ -193,17 +182,7 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
         m, total, *o = lax.fori_loop(0, words, tree, state)
         if cut.splits == 1:
             sink = load_sink(ref["sinks"], head, real) if "sinks" in ref else None
-            top = m if sink is None else jnp.maximum(m, sink)
-            shrink = jnp.exp2(m - top)
-            o = [
-                normalised(
-                    x * shrink[:, None],
-                    (total * shrink)[:, None],
-                    top[:, None],
-                    sink if sink is None else sink[:, None],
-                )
-                for x in o
-            ]
+            o = _alone(m, total, o, sink)
         else:
             store(ref["m"].at[node, head], m, mask=real)
             store(ref["total"].at[node, head], total, mask=real)
@@ -216,13 +195,47 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
     return tree_attention_kernel
 
 
+def _share(
+    s: Sizes, cut: Plan, first: jax.Array, length: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The steps [low, high) of the prefix and the words of the tree that this program takes."""
+    steps = lax.div(jnp.maximum(length - first, 0) + (cut.keys - 1), jnp.int32(cut.keys))
+    left = jnp.maximum(s.slots - length, 0) + (WORD - 1)
+    words = jnp.minimum(s.words, lax.div(left, jnp.int32(WORD)))
+    if cut.splits == 1:
+        return jnp.int32(0), steps, words
+    part = pl.program_id(3)
+    share = lax.div(steps + (cut.splits - 2), jnp.int32(cut.splits - 1))
+    low = part * share
+    return low, jnp.minimum(low + share, steps), jnp.where(part == cut.splits - 1, words, 0)
+
+
+def _bits(word: jax.Array) -> jax.Array:
+    """[rows] uint32 -> [rows, 32] bool."""
+    shape = (word.shape[0], WORD)
+    shift = jnp.broadcast_to(_iota(WORD).astype(jnp.uint32)[None, :], shape)
+    shifted = lax.shift_right_logical(jnp.broadcast_to(word[:, None], shape), shift)
+    return (shifted & jnp.uint32(1)) == 1
+
+
+def _alone(
+    m: jax.Array, total: jax.Array, o: list[jax.Array], sink: jax.Array | None
+) -> list[jax.Array]:
+    """What `merge` would make of one split."""
+    if sink is None:
+        return [normalised(x, total[:, None], m[:, None], None) for x in o]
+    top = jnp.maximum(m, sink)
+    shrink = jnp.exp2(m - top)[:, None]
+    total = total[:, None] * shrink
+    return [normalised(x * shrink, total, top[:, None], sink[:, None]) for x in o]
+
+
 class _Block:
     """One step over a few slots: scores, running softmax, weighted values."""
 
     def __init__(self, sizes: Sizes, ref: dict, node: jax.Array, real: jax.Array):
         self.sizes = sizes
         self.ref = ref
-        self.at = None
         if sizes.window is not None:
             self.at = load(ref["at"].at[node], mask=real, other=jnp.int32(0))
 
