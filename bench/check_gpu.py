@@ -78,7 +78,8 @@ def attempt(name: str, make: Callable[[], Row]) -> Row:
 def show(rows: list[Row], grown: dict[str, dict[str, float]], out: Path | None) -> int:
     """Prints and writes the tables; 1 with a fault."""
     lines = [f"jax {jax.__version__}, compiled for an H200 (sm_90a); nothing was run", ""]
-    lines += [table(rows), "", "at full depth, straight through both depths:"]
+    lines += [table(rows), ""]
+    lines += ["at full depth, straight through both depths:"] * bool(grown)
     for name, values in grown.items():
         numbers = ", ".join(f"{k} {v:.0f}" for k, v in values.items())
         lines.append(f"  {name}: {numbers}")

@@ -13,6 +13,7 @@ random slots.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import card
 import harness
@@ -117,16 +118,14 @@ def bytes_of(batch: int, context: int) -> float:
     return held + 2 * 2.0 * width * batch * context
 
 
-def measure(batch: int, name: str) -> list[dict]:
+def measure(batch: int, name: str) -> Iterator[dict]:
     """Tokens a second of one tree at all contexts that fit, and of plain decoding beside it."""
     fitting = [c for c in args.context if bytes_of(batch, c) / 1e9 <= args.memory]
-    found: list[dict] = [
-        {"tree": name, "batch": batch, "context": context, "skipped": "needs more memory"}
-        for context in args.context
-        if context not in fitting
-    ]
+    for context in args.context:
+        if context not in fitting:
+            yield {"tree": name, "batch": batch, "context": context, "skipped": "memory"}
     if not fitting:
-        return found
+        return
     tree = TreeConfig(*map(int, name.split("/")))
     fast, plain = Loop(tree, batch, max(fitting)), Loop(None, batch, max(fitting))
     accepts = [a for a in args.accept if a <= tree.num_steps + 1]
@@ -135,17 +134,14 @@ def measure(batch: int, name: str) -> list[dict]:
         times = harness.medians(harness.alternate(runs, args.repeats))
         rates = {a: batch * args.rounds * int(a) / times[a] for a in runs if a != "plain"}
         without = batch * args.rounds / times["plain"]
-        found.append(
-            {
-                "tree": name,
-                "batch": batch,
-                "context": context,
-                "tokens_per_s": {a: round(rate, 2) for a, rate in rates.items()},
-                "without_a_draft": round(without, 2),
-                "speedup": {a: round(rate / without, 3) for a, rate in rates.items()},
-            }
-        )
-    return found
+        yield {
+            "tree": name,
+            "batch": batch,
+            "context": context,
+            "tokens_per_s": {a: round(rate, 2) for a, rate in rates.items()},
+            "without_a_draft": round(without, 2),
+            "speedup": {a: round(rate / without, 3) for a, rate in rates.items()},
+        }
 
 
 if args.tiny:
@@ -160,6 +156,7 @@ weights = dataclasses.replace(weights, draft=models.take_apart(model)[0])
 result = {"device": card.device(), "pair": pair.name, "rounds_in_a_run": args.rounds, "runs": []}
 for batch in args.batch:
     for tree in args.tree:
-        result["runs"] += measure(batch, tree)
-        card.keep(result, args.out)
+        for one in measure(batch, tree):
+            result["runs"].append(one)
+            card.keep(result, args.out)
 harness.report(result, args.out)

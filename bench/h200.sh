@@ -38,8 +38,8 @@ if jax.default_backend() != "gpu":
 PYTHON
 
 tests=("$python" -m pytest -q -p no:cacheprovider -W ignore)
-step attention 80 "${tests[@]}" tests/test_tree_attention.py
-step goldens 80 "${tests[@]}" tests/test_sglang_traces.py -k "whole_generations or plain_decoding"
+step attention 70 "${tests[@]}" tests/test_tree_attention.py
+step goldens 70 "${tests[@]}" tests/test_sglang_traces.py -k "whole_generations or plain_decoding"
 step kernel 60 "$python" bench/kernel.py --batch 1 --rows 1 8 32 --context 2048 32768 \
   --repeats 5 --out "$out/kernel.json"
 step round 90 "$python" bench/round.py --tree 3/4/8 --context 2048 32768 --out "$out/round.json"
@@ -52,7 +52,7 @@ drawn=()
 for name in kernel round generate torch; do
   [ -f "$out/$name.json" ] && drawn+=("$out/$name.json")
 done
-[ ${#drawn[@]} -gt 0 ] && timeout 30 "$python" bench/plot.py "${drawn[@]}" --out "$out/plots"
+[ ${#drawn[@]} -gt 0 ] && timeout 20 "$python" bench/plot.py "${drawn[@]}" --out "$out/plots"
 
 echo "total $SECONDS s; results in $out"
 if [ ${#failed[@]} -gt 0 ]; then

@@ -10,6 +10,7 @@ of plain decoding, `loop` a round within the compiled `while_loop`.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import card
 import harness
@@ -121,7 +122,7 @@ def in_loop(program, weights, held: dict, context: int, limits):
     return run
 
 
-def measure(name: str, batch: int, bytes_per_s: float) -> list[dict]:
+def measure(name: str, batch: int, bytes_per_s: float) -> Iterator[dict]:
     """All forwards of one tree. Every context runs the same programs, on caches for the longest."""
     tree = models.TREES[name]
     capacity = args.calls * (tree.num_steps + 1)
@@ -137,7 +138,6 @@ def measure(name: str, batch: int, bytes_per_s: float) -> list[dict]:
     held = {"state": state_of(program, weights, batch, slots, capacity, endless)}
     bare = {"state": state_of(plain, alone, batch, slots, capacity, endless)}
     caches = {part: cache for part, (_, cache, _) in parts.items()}
-    found = []
 
     def forward(part: str, length: jax.Array):
         function, _, others = parts[part]
@@ -154,18 +154,15 @@ def measure(name: str, batch: int, bytes_per_s: float) -> list[dict]:
         times = harness.medians(harness.alternate(runs, args.repeats))
         least = floors.round_parts(pair, tree, batch, context)
         least |= {"loop": least["round"]} | floors.round_parts(pair, None, batch, context)
-        found.append(
-            {
-                "tree": name,
-                "batch": batch,
-                "context": context,
-                "parts": {
-                    part: card.against_floor(times[part] / args.calls, floor.total, bytes_per_s)
-                    for part, floor in least.items()
-                },
-            }
-        )
-    return found
+        yield {
+            "tree": name,
+            "batch": batch,
+            "context": context,
+            "parts": {
+                part: card.against_floor(times[part] / args.calls, floor.total, bytes_per_s)
+                for part, floor in least.items()
+            },
+        }
 
 
 if args.tiny:
@@ -181,6 +178,7 @@ result = {
 }
 for batch in args.batch:
     for tree in args.tree:
-        result["rounds"] += measure(tree, batch, result["copy_bytes_per_s"])
-        card.keep(result, args.out)
+        for one in measure(tree, batch, result["copy_bytes_per_s"]):
+            result["rounds"].append(one)
+            card.keep(result, args.out)
 harness.report(result, args.out)
