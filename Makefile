@@ -4,6 +4,7 @@
 #   make test ALL=1       every draw, prompt and tree (ten minutes more)
 #   make test-peers       loads our exports with SpecForge's and speculators' own classes (CPU, own environment)
 #   make test-sglang      starts the real SGLang and compares (own environment, ten minutes)
+#   make check-gpu        compiles the kernel and the step for an H200, no GPU needed (own environment)
 #   make test PYTEST_ARGS="tests/test_tree.py -x"
 
 PYTHON ?= python3
@@ -95,4 +96,23 @@ $(SGLANG_ENV): tests/sglang_engine/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install $(PIP_ARGS) $(TORCH)
 	$(SGLANG_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps -r $<
+	@touch $@
+
+# The step compiled for an H200 on this machine's CPU: what the compiler made of it, and a failure
+# where it spills, copies a cache or a weight, builds a mask or misses the kernel (docs/gpu.md).
+#
+#   make check-gpu PYTHON=python3.12 CHECK_GPU_ARGS="--out build/check-gpu.json"
+GPU_VENV ?= .venv-gpu
+CHECK_GPU_ARGS ?=
+GPU_ENV := $(GPU_VENV)/.installed
+
+.PHONY: check-gpu
+check-gpu: $(GPU_ENV)
+	$(GPU_VENV)/bin/python bench/check_gpu.py $(CHECK_GPU_ARGS)
+
+$(GPU_ENV): bench/check-gpu.txt pyproject.toml
+	rm -rf $(GPU_VENV)
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install $(PIP_ARGS) -e . -c bench/check-gpu-jax.txt
+	$(GPU_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps -r $<
 	@touch $@

@@ -15,6 +15,9 @@ from eagle3_jax.ops.attention import Window, attend, attend_causal
 from eagle3_jax.precision import accum_dtype, matmul
 from eagle3_jax.rope import rotate
 
+MLP_GROUPS = 8
+"""Devices over which the fused gate and up weight can be split without moving its halves."""
+
 
 class Buffer(nnx.Variable):
     """An array that is stored and loaded but never trained."""
@@ -84,6 +87,8 @@ class Linear(nnx.Module):
       size: out and in.
       parts: name -> rows, when several checkpoint tensors stacked along `out` are one weight here
         (`modules.build` reads them): one product instead of two or three.
+      groups: the parts are dealt out in as many groups: first the first share of each part, then
+        the second of each, and so on. Split over devices by groups, each has its share of all.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         parts: Mapping[str, int] | None = None,
+        groups: int = 1,
         rngs: nnx.Rngs,
     ):
         scale = 1.0 / math.sqrt(size[1])
@@ -101,10 +107,13 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(
             _initial(rngs, stored, scale),
             parts=names,
+            groups=groups,
             transposed=self.narrows,
         )
         self.bias = nnx.data(
-            nnx.Param(jnp.zeros(size[:1], jnp.float32), parts=names, transposed=False)
+            nnx.Param(
+                jnp.zeros(size[:1], jnp.float32), parts=names, groups=groups, transposed=False
+            )
             if bias
             else None
         )
@@ -155,7 +164,11 @@ class Attention(nnx.Module):
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q": query, "k": key, "v": key}
         self.qkv = Linear(
-            (query + 2 * key, config.input_size), bias=config.qkv_bias, parts=parts, rngs=rngs
+            (query + 2 * key, config.input_size),
+            bias=config.qkv_bias,
+            parts=parts,
+            groups=config.num_kv_heads,
+            rngs=rngs,
         )
         self.o = Linear((config.output_size, query), bias=config.output_bias, rngs=rngs)
         norms = config.qk_norm
@@ -173,11 +186,16 @@ class Attention(nnx.Module):
         """Writes the rows' keys and values to the cache, then attends: [B, T, output_size]."""
         B, T, _ = x.shape
         N, K, H = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        qk, v = jnp.split(self.qkv(x).reshape(B, T, N + 2 * K, H), [N + K], axis=2)
+        G = N // K
+        grouped = self.qkv(x).reshape(B, T, K, G + 2, H)  # G query heads, a key, a value
+        qk, v = grouped[:, :, :, : G + 1], grouped[:, :, :, G + 1]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = jnp.split(qk, [N], axis=2)
-            qk = jnp.concatenate((self.q_norm(q), self.k_norm(k)), axis=2)
-        q, k = jnp.split(rotate(qk, *rotation), [N], axis=2)
+            # Rejoined for one rotation, jax 0.10.2 makes a Triton fusion that XLA itself refuses.
+            q = rotate(self.q_norm(qk[:, :, :, :G].reshape(B, T, N, H)), *rotation)
+            k = rotate(self.k_norm(qk[:, :, :, G]), *rotation)
+        else:
+            qk = rotate(qk.reshape(B, T, -1, H), *rotation).reshape(B, T, K, G + 1, H)
+            q, k = qk[:, :, :, :G].reshape(B, T, N, H), qk[:, :, :, G]
         cache = cache.write(layer, k, v, rows.start, rows.positions)
         out = attend_rows(q, (k, v), cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
@@ -197,18 +215,24 @@ def attend_rows(
 
     `width`: values are the first elements of the keys, as many as this.
     """
-    prefill = rows.ancestors is None
-    k, v = new if prefill else (cache.k[layer], cache.v[layer])
-    if width is not None:
-        v = k[..., :width]
-    if prefill:
+    if rows.ancestors is None:
+        k, v = new
+        v = v if width is None else k[..., :width]
         return attend_causal(q, k, v, scale=scale, window=window)
     near = None
     if window is not None:
         assert cache.positions is not None
         near = Window(window, rows.positions, cache.positions)
-    assert rows.ancestors is not None
-    return attend(q, k, v, rows.lengths, rows.ancestors, scale=scale, window=near)
+    return attend(
+        q,
+        cache.k[layer],
+        cache.v[layer] if width is None else None,
+        rows.lengths,
+        rows.ancestors,
+        scale=scale,
+        window=near,
+        width=width,
+    )
 
 
 class MLP(nnx.Module):
@@ -216,10 +240,15 @@ class MLP(nnx.Module):
 
     def __init__(self, hidden: int, width: int, *, bias: bool = False, rngs: nnx.Rngs):
         parts = {"gate": width, "up": width}
-        self.gate_up = Linear((2 * width, hidden), bias=bias, parts=parts, rngs=rngs)
+        self.groups = math.gcd(width, MLP_GROUPS)
+        self.gate_up = Linear(
+            (2 * width, hidden), bias=bias, parts=parts, groups=self.groups, rngs=rngs
+        )
         self.down = Linear((hidden, width), bias=bias, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., hidden] -> [..., hidden]."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        both = self.gate_up(x)
+        both = both.reshape(*x.shape[:-1], self.groups, 2, -1)
+        gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+        return self.down(gated.reshape(*x.shape[:-1], -1))

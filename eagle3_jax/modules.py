@@ -68,7 +68,7 @@ def build(
     flat = nnx.to_flat_state(state)
     filled = []
     for path, variable in flat:
-        parts, transposed = _stored(variable)
+        parts, groups, transposed = _stored(variable)
         shape = tuple(variable.get_value().shape)
         if transposed:
             shape = shape[::-1]
@@ -76,12 +76,13 @@ def build(
             array = _read(".".join(map(str, path)), shape, read, names)
         else:
             *block, _, kind = map(str, path)
-            array = np.concatenate(
-                [
-                    _read(".".join((*block, name, kind)), (rows, *shape[1:]), read, names)
-                    for name, rows in parts
-                ]
-            )
+            shares = [
+                _read(".".join((*block, name, kind)), (rows, *shape[1:]), read, names).reshape(
+                    groups, -1, *shape[1:]
+                )
+                for name, rows in parts
+            ]
+            array = np.concatenate(shares, axis=1).reshape(shape)
         if jnp.issubdtype(array.dtype, jnp.floating):
             array = array.astype(compute, copy=False)
         if transposed:
@@ -94,23 +95,25 @@ def tensors_of(module: nnx.Module) -> dict[str, np.ndarray]:
     """The module's tensors as a checkpoint has them, by canonical name: the inverse of `build`."""
     tensors: dict[str, np.ndarray] = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        parts, transposed = _stored(variable)
+        parts, groups, transposed = _stored(variable)
         array = np.asarray(variable.get_value())
         array = array.T if transposed else array
         if parts is None:
             tensors[".".join(map(str, path))] = array
             continue
         *block, _, kind = map(str, path)
-        ends = np.cumsum([rows for _, rows in parts])
+        dealt = array.reshape(groups, -1, *array.shape[1:])
+        ends = np.cumsum([rows // groups for _, rows in parts])
         for (name, rows), end in zip(parts, ends, strict=True):
-            tensors[".".join((*block, name, kind))] = array[end - rows : end]
+            share = dealt[:, end - rows // groups : end]
+            tensors[".".join((*block, name, kind))] = share.reshape(rows, *array.shape[1:])
     return tensors
 
 
-def _stored(variable: Any) -> tuple[tuple[tuple[str, int], ...] | None, bool]:
-    """How `layers.Linear` says its weight differs from the checkpoint's."""
+def _stored(variable: Any) -> tuple[tuple[tuple[str, int], ...] | None, int, bool]:
+    """How `layers.Linear` says its weight differs from the checkpoint's: parts, groups, turned."""
     metadata = variable.get_metadata()
-    return metadata.get("parts"), metadata.get("transposed", False)
+    return metadata.get("parts"), metadata.get("groups", 1), metadata.get("transposed", False)
 
 
 def _read(

@@ -1,1 +1,1 @@
-"""Attention: the reference and, on a GPU, the kernel."""
+"""Attention: the reference, the kernel for GPUs, and which of them runs."""

@@ -1,11 +1,37 @@
-"""Attention over a cache whose last rows form a tree. The einsum here is the oracle for kernels."""
+"""Attention over a cache whose last rows form a tree: the reference, and which program runs.
 
+The einsum is the oracle for the kernels, and what a CPU runs.
+"""
+
+import contextlib
 import dataclasses
+import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
+from eagle3_jax.ops.over_mesh import over_mesh
+from eagle3_jax.ops.prefill import cudnn_causal, cudnn_takes
+from eagle3_jax.ops.tree_attention import takes, tree_attention
 from eagle3_jax.precision import accum_dtype
+
+Implementation = Literal["xla", "pallas", "interpret"]
+
+_chosen = jax.make_user_context(None)
+
+
+def use_attention(implementation: Implementation | None) -> contextlib.AbstractContextManager:
+    """`with use_attention("xla"):` says what attention inside runs by, in this thread.
+
+    The choice is part of the key of every `jax.jit` cache: no program of another one is reused.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    return _chosen(_checked(implementation))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,42 +53,124 @@ class Window:
 def attend(
     q: jax.Array,  # [B, T, N, H]
     k: jax.Array,  # [B, S, K, H]
-    v: jax.Array,  # [B, S, K, any width]
-    lengths: jax.Array,  # [B] slots every query sees
+    v: jax.Array | None,  # [B, S, K, any width]; None: the first `width` elements of the keys
+    lengths: jax.Array,  # [B] int32, slots every query sees
     ancestors: jax.Array,  # [B, T, words] uint32; bit j of row i: query i sees slot length + j
     *,
     scale: float,
     window: Window | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,  # [N] logits
+    width: int | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:  # [B, T, N, width of v]
     """Query i of a sequence sees slots below its length and the slots its ancestor bits name.
 
     Scores and softmax are in float32 (float64 for float64); probabilities are rounded to q's dtype
-    before they weigh the values, as flash kernels do. A row that sees nothing returns the mean of
-    all values, never NaN; the loop has no such row.
+    before they weigh the values, as flash kernels do. A row that sees nothing is zeros, never NaN;
+    the loop has no such row.
+
+    Args:
+      softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+      sinks: one logit a head that takes its share of the softmax and weighs nothing (gpt-oss).
+      implementation: `"xla"`, the einsum; `"pallas"`, the kernel; `"interpret"`, the kernel as
+        plain array operations, on any platform. None: what `use_attention` says, else the kernel
+        in programs for CUDA and the einsum in others. What the kernel does not take (float64,
+        very wide keys: `tree_attention.takes`) is the einsum's in any case. The kernel has no
+        derivative.
+
+    Raises:
+      ValueError: an unknown implementation.
     """
-    seen = _visible(lengths, ancestors, k.shape[1])
-    return _weigh(q, k, v, seen if window is None else seen & window.near(), scale)
+    chosen = _chosen.value if implementation is None else _checked(implementation)
+
+    def einsum(q, k, v, lengths, ancestors, sinks):
+        seen, some = _visible(lengths, ancestors, k.shape[1])
+        if window is not None:
+            seen = seen & window.near()
+            some = jnp.any(seen, axis=2)
+        out = _weigh(q, k, k[..., :width] if v is None else v, seen, scale, softcap, sinks)
+        return jnp.where(some[:, :, None, None], out, jnp.zeros((), out.dtype))
+
+    def kernel(q, k, v, lengths, ancestors, sinks):
+        run = functools.partial(
+            tree_attention,
+            scale=scale,
+            softcap=softcap,
+            window=None if window is None else window.size,
+            width=width,
+            interpret=chosen == "interpret",
+        )
+        positions = None if window is None else (window.queries, window.keys)
+        return over_mesh(run, q, k, v, lengths, ancestors, positions, sinks)
+
+    arrays = (q, k, v, lengths, ancestors, sinks)
+    if chosen == "xla" or not takes(q, k):
+        return einsum(*arrays)
+    if chosen is None:
+        return lax.platform_dependent(*arrays, cuda=kernel, default=einsum)
+    return kernel(*arrays)
 
 
 def attend_causal(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None = None
-) -> jax.Array:
-    """Prefill from an empty cache: query t sees rows 0..t of k, v [B, T, K, H].
+    q: jax.Array,  # [B, T, N, H]
+    k: jax.Array,  # [B, T, K, H]
+    v: jax.Array,  # [B, T, K, any width]
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,  # [N] logits
+    implementation: Implementation | None = None,
+) -> jax.Array:  # [B, T, N, width of v]
+    """Prefill from an empty cache: query t sees rows 0..t.
 
-    `window`: of those only the last so many, for rows at positions 0, 1, 2 and so on.
+    Right padding needs no mask: no real row sees a padded one. The same arithmetic as `attend`.
 
-    Right padding needs no mask: no real row sees a padded one. The same arithmetic as `attend`:
-    `jax.nn.dot_product_attention` takes its softmax in float32 even for float64, and leaves float32
-    products at the backend's default precision.
+    Args:
+      window: of those only the last so many, for rows at positions 0, 1, 2 and so on.
+      implementation: `"xla"` and `"interpret"`: the einsum. Else cuDNN's flash attention where
+        jax has a GPU and cuDNN takes these arguments (`prefill.cudnn_takes`; bfloat16 and float16
+        only). Float32 is always the einsum: `jax.nn.dot_product_attention` leaves its products at
+        the backend's default precision, and takes its softmax in float32 even for float64.
+
+    Raises:
+      ValueError: an unknown implementation.
     """
-    T = q.shape[1]
-    seen = jnp.tril(jnp.ones((1, T, T), bool))
-    if window is not None:
-        seen &= ~jnp.tril(jnp.ones((1, T, T), bool), -window)
-    return _weigh(q, k, v, seen, scale)
+    chosen = _chosen.value if implementation is None else _checked(implementation)
+
+    def einsum(q, k, v, sinks):
+        T = q.shape[1]
+        seen = jnp.tril(jnp.ones((1, T, T), bool))
+        if window is not None:
+            seen &= ~jnp.tril(jnp.ones((1, T, T), bool), -window)
+        return _weigh(q, k, v, seen, scale, softcap, sinks)
+
+    def cudnn(q, k, v, sinks):
+        return cudnn_causal(q, k, v, scale=scale, window=window)
+
+    plain = softcap is None and sinks is None
+    if chosen in ("xla", "interpret") or not plain or not cudnn_takes(q, k, v):
+        return einsum(q, k, v, sinks)
+    return lax.platform_dependent(q, k, v, sinks, cuda=cudnn, default=einsum)
 
 
-def _weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+def _checked(implementation: Implementation | None) -> Implementation | None:
+    names = get_args(Implementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"implementation is {implementation!r}, expected {', '.join(names)}")
+    return implementation
+
+
+def _weigh(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
     """Attention under a mask [B or 1, T, S].
 
     Heads go to the front first: on a CPU that moves q, and spares a transposed copy of the scores.
@@ -77,20 +185,38 @@ def _weigh(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: flo
         precision="highest",
         preferred_element_type=accum,
     )
-    scores = jnp.where(seen[:, None, None], scores * scale, jnp.finfo(accum).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(accum).min)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        sink = jnp.broadcast_to(sinks.astype(accum).reshape(1, K, N // K, 1, 1), top.shape)
+        highest = jnp.maximum(top, sink)
+        weights = jnp.exp(scores - highest)
+        weights /= jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest)
     out = jnp.einsum(
-        "bkgts,bskh->bkgth", weights, v, precision="highest", preferred_element_type=accum
+        "bkgts,bskh->bkgth",
+        weights.astype(q.dtype),
+        v,
+        precision="highest",
+        preferred_element_type=accum,
     )
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[3]).astype(q.dtype)
 
 
-def _visible(lengths: jax.Array, ancestors: jax.Array, slots: int) -> jax.Array:
-    """[B, T, S] bool, the two conditions of `attend`."""
+def _visible(lengths: jax.Array, ancestors: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+    """What a row sees [B, T, S] by the two conditions of `attend`, and whether anything [B, T]."""
     B, T, words = ancestors.shape
     offset = jnp.arange(slots, dtype=jnp.int32)[None, :] - lengths[:, None]  # [B, S]
     word = jnp.clip(offset >> 5, 0, words - 1)
     bits = jnp.take_along_axis(ancestors, jnp.broadcast_to(word[:, None, :], (B, T, slots)), axis=2)
     bit = (bits >> (offset & 31).astype(jnp.uint32)[:, None, :]) & jnp.uint32(1)
     inside = (offset >= 0) & (offset < 32 * words)
-    return ((offset < 0)[:, None, :]) | (inside[:, None, :] & (bit == 1))
+    seen = ((offset < 0)[:, None, :]) | (inside[:, None, :] & (bit == 1))
+    # Of an empty prefix, bits j < slots name a slot: no look at the mask itself is needed.
+    there = np.clip(slots - 32 * np.arange(words), 0, 32).astype(np.uint64)
+    named = ancestors & ((np.uint64(1) << there) - np.uint64(1)).astype(np.uint32)[None, None]
+    return seen, (lengths > 0)[:, None] | jnp.any(named != 0, axis=2)

@@ -1,0 +1,40 @@
+"""Every name of Pallas's Triton backend that this project uses.
+
+jax deprecated that backend in 0.11 (a warning when a kernel is lowered; 0.12.0.1 still has it). The
+kernels import from here alone, so that a port starts with one file. It would go to `plgpu.kernel`
+(Mosaic GPU, Hopper and later). Not yet: its matrix products take 64 query rows or more, and a chain
+or a small tree has 16 to 32 (nodes times the heads of a group); from 64 rows on Triton emits the
+same instruction (wgmma). Its API has other names in the two jax versions this project supports.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+load = pltriton.load
+store = pltriton.store
+
+
+def call(
+    kernel: Callable,
+    *,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    warps: int,
+    stages: int,
+    interpret: bool,
+) -> Callable:
+    """`pl.pallas_call` on the Triton backend: without compiler parameters jax picks one itself."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+    )

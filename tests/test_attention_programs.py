@@ -1,0 +1,161 @@
+"""Which attention whole programs have: lowered for a GPU, and run by the interpreted kernel."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_lowering import lowered
+from random_models import draft_config, random_draft, random_target, target_config
+from selection import by_default
+from sglang_goldens import TRACES, load
+
+import eagle3_jax as e3
+from eagle3_jax import loop
+from eagle3_jax.generation import _Run
+from eagle3_jax.ops import tree_attention as kernel
+from eagle3_jax.ops.attention import attend, attend_causal, use_attention
+
+BFLOAT16 = jnp.bfloat16
+
+
+def shapes(B, T, N, K, H, S, words, dtype=BFLOAT16) -> tuple:
+    sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, H))
+    return (
+        *(jax.ShapeDtypeStruct(size, dtype) for size in sizes),
+        jax.ShapeDtypeStruct((B,), jnp.int32),
+        jax.ShapeDtypeStruct((B, T, words), jnp.uint32),
+    )
+
+
+def kernels(text: str) -> int:
+    """How often the program runs the kernel; each shape of it is one function, called by name."""
+    functions = re.findall(r"func\.func private @(tree_attention\w*)\(", text)
+    assert len(functions) == text.count('name = "tree_attention_kernel"')
+    return sum(len(re.findall(rf"call @{name}\(", text)) for name in functions)
+
+
+KERNELS = [
+    (1, 32, 8, 128, 1, "bfloat16"),
+    (8, 32, 8, 128, 1, "bfloat16"),
+    (8, 32, 8, 128, 1, "float16"),
+    (10, 28, 4, 128, 3, "bfloat16"),
+    (64, 32, 8, 80, 2, "bfloat16"),
+    (7, 6, 2, 6, 1, "float32"),
+    (8, 64, 8, 256, 1, "float32"),
+]
+
+
+@pytest.mark.parametrize(("T", "N", "K", "H", "words", "dtype"), KERNELS)
+def test_the_kernel_lowers_for_a_gpu(T, N, K, H, words, dtype):
+    """Triton's powers of two, its primitives and its dtypes; no mask and no scores in memory."""
+    S = 1000
+    run = jax.jit(lambda *args: attend(*args, scale=0.1))
+    text = lowered(run, *shapes(2, T, N, K, H, S, words, dtype))
+    assert kernels(text) == 1
+    assert f"x{S}xi1>" not in text
+    assert f"x{S}xf32>" not in text
+    assert f"x{T}x{S}x" not in text
+
+
+def test_latent_attention_lowers_without_a_copy_of_the_values():
+    q, k, _, lengths, ancestors = shapes(1, 8, 64, 1, 576, 1000, 1)
+    run = jax.jit(lambda q, k, n, bits: attend(q, k, None, n, bits, scale=0.1, width=512))
+    text = lowered(run, q, k, lengths, ancestors)
+    assert kernels(text) == 1
+    assert "1000x1x512x" not in text
+
+
+def test_a_fault_in_the_kernel_shows_in_lowering(monkeypatch):
+    """A tile of 80 columns runs interpreted and fails here."""
+    monkeypatch.setattr(kernel, "pieces", lambda width: ((0, width),))
+    jax.clear_caches()
+    run = jax.jit(lambda *args: attend(*args, scale=0.1))
+    with pytest.raises(Exception, match=r"power of 2|power of two"):
+        lowered(run, *shapes(1, 8, 4, 2, 80, 100, 1))
+    jax.clear_caches()
+
+
+def test_what_the_kernel_does_not_take_is_the_einsum():
+    run = jax.jit(lambda *args: attend(*args, scale=0.1))
+    with jax.enable_x64(True):
+        assert kernels(lowered(run, *shapes(1, 8, 4, 2, 64, 100, 1, jnp.float64))) == 0
+    assert kernels(lowered(run, *shapes(1, 8, 4, 1, 640, 100, 1))) == 0
+
+
+def test_prefill_without_a_gpu_is_the_einsum():
+    """cuDNN cannot be asked on this machine, so a program it lowers for one does without."""
+    q, k, v, *_ = shapes(1, 64, 4, 2, 64, 64, 1)
+    run = jax.jit(lambda q, k, v: attend_causal(q, k, v, scale=0.1))
+    assert "custom_call" not in lowered(run, q, k, v)
+
+
+def test_heads_and_sequences_over_a_mesh():
+    """XLA partitions no kernel: each device has to run it on its own part."""
+    run = subprocess.run(
+        [sys.executable, Path(__file__).parent / "attention_on_mesh.py"],
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout == "ok\n", run.stderr
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = random_target(target_config(eos_token_ids=(3,)), seed=1, dtype=np.float32)
+    return target, random_draft(draft_config(target.config), seed=2, dtype=np.float32)
+
+
+@pytest.mark.parametrize("tree", [None, e3.TreeConfig(1, 1, 2), e3.TreeConfig(4, 3, 12)], ids=str)
+@pytest.mark.parametrize("mode", ["ancestors", "beam_slots"])
+def test_a_round_runs_the_kernel_once_a_layer_and_draft_forward(pair, tree, mode):
+    target, draft = pair
+    run = _Run(target, draft if tree else None, [[1, 2, 3]], 8, tree, mode, (), False)
+    state, _ = jax.eval_shape(
+        lambda: loop.start(
+            run.program,
+            run.weights,
+            jnp.zeros((1, run.padded), jnp.int32),
+            jnp.ones((1,), jnp.int32),
+            run.limits,
+            slots=run.slots,
+            capacity=run.capacity,
+        )
+    )
+    text = lowered(loop.round_jit, run.program, run.weights, state, run.limits)
+    # verification, num_steps - 1 draft forwards and the extend
+    assert kernels(text) == target.config.num_layers + (tree.num_steps if tree else 0)
+    assert f"x{run.slots}xi1>" not in text
+
+
+CASES = [(case, mode) for case in TRACES for mode in ("ancestors", "beam_slots")]
+
+
+@pytest.mark.parametrize("which", by_default(CASES, lambda i, _: i == 9), ids="-".join)
+def test_whole_generations_by_the_kernel(which, tiny_target, tiny_draft):
+    """Two prompts of unequal length: the same rounds as with the einsum, token for token."""
+    case, mode = which
+    request = load("traces", case)["single0"]
+    arguments = {
+        "prompts": [request.prompt, request.prompt[:5]],
+        "max_new_tokens": 8,
+        "tree": request.tree,
+        "draft_attention": mode,
+        "stop_token_ids": (),
+        "trace": True,
+    }
+    with use_attention("interpret"):
+        found = e3.speculate(tiny_target, tiny_draft, **arguments)
+    expected = e3.speculate(tiny_target, tiny_draft, **arguments)
+    assert found.tokens == expected.tokens
+    assert found.accept_lengths == expected.accept_lengths
+    for mine, theirs in zip(found.trace.rounds, expected.trace.rounds, strict=True):
+        assert (mine.tokens, mine.accepted) == (theirs.tokens, theirs.accepted)
+        np.testing.assert_allclose(mine.scores, theirs.scores, atol=1e-5)
