@@ -17,9 +17,9 @@ from sglang_goldens import TRACES, load
 
 import eagle3_jax as e3
 from eagle3_jax import loop
-from eagle3_jax.generation import _Run
 from eagle3_jax.ops import tree_attention as kernel
 from eagle3_jax.ops.attention import attend, attend_causal, use_attention
+from eagle3_jax.run import Run
 
 BFLOAT16 = jnp.bfloat16
 
@@ -117,7 +117,7 @@ def pair():
 @pytest.mark.parametrize("mode", ["ancestors", "beam_slots"])
 def test_a_round_runs_the_kernel_once_a_layer_and_draft_forward(pair, tree, mode):
     target, draft = pair
-    run = _Run(target, draft if tree else None, [[1, 2, 3]], 8, tree, mode, (), False)
+    run = Run(target, draft if tree else None, [[1, 2, 3]], 8, tree, mode, (), False)
     state, _ = jax.eval_shape(
         lambda: loop.start(
             run.program,

@@ -201,6 +201,7 @@ def test_one_token_left_by_top_k_is_the_greedy_text(pair, name):
     assert run(pair, one, *RULES[name], MANY, LENGTH, trace=True).tokens == expected
 
 
+@pytest.mark.exhaustive  # the command's --trace takes this way too
 def test_round_by_round_it_is_the_same(pair, many):
     whole = many("target_only")
     rule, tree = RULES["target_only"]
@@ -218,6 +219,7 @@ def test_round_by_round_it_is_the_same(pair, many):
         assert (one.accepted, one.emitted) == (other.accepted, other.emitted)
 
 
+@pytest.mark.exhaustive
 def test_alone_as_among_others(pair, many):
     for at in (0, 40):
         config = EVERYTHING.with_seed(EVERYTHING.seed[at])
@@ -225,6 +227,7 @@ def test_alone_as_among_others(pair, many):
         assert alone.tokens[0] == many("target_only").tokens[at]
 
 
+@pytest.mark.exhaustive  # test_verify.py has it exactly
 def test_thresholds_below_one_are_not_the_target_and_the_trace_says_so(pair):
     rule = AcceptRule(threshold_acc=0.3)
     found = run(pair, EVERYTHING, rule, WIDE, MANY, LENGTH, trace=True)
