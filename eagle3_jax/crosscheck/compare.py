@@ -16,7 +16,7 @@ from eagle3_jax.crosscheck.ours import Ours, Taught
 from eagle3_jax.crosscheck.recorded import RecordedOurs, draft_states
 from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, sentence
 from eagle3_jax.crosscheck.rounds import Context, Seen, compare_round
-from eagle3_jax.crosscheck.sampled import Sampled, emitted_of
+from eagle3_jax.crosscheck.sampled import Sampled, emitted_of, uncut_counts, whole_rounds
 from eagle3_jax.crosscheck.sampled_rule import judge_rule, said_rule
 from eagle3_jax.crosscheck.states import check_states
 from eagle3_jax.crosscheck.suspects import explain_statistics, pinned_at_maximum
@@ -214,7 +214,7 @@ class _Comparison:
             lines.append(line)
         totals = check_totals(self.run, self.rounds, self.tree)
         if self.sampled:
-            self.counted_otherwise += totals
+            self.counted_otherwise += [d for d in totals if d.tensor == COUNTED[0]]
             found += self._sampled(lines)
         else:
             found += totals
@@ -263,11 +263,11 @@ class _Comparison:
             if d.position is not None:
                 until = min(lines[d.request].equal_until, d.position)
                 lines[d.request] = dataclasses.replace(lines[d.request], equal_until=until)
-        rule = judge_rule(
-            self.run, self.requests, self.sampled.groups, self.counted_otherwise, emitted
-        )
+        chain = self.tree is not None and self.tree.topk == 1
+        groups = self.sampled.groups
+        rule = judge_rule(self.run, self.requests, groups, self.counted_otherwise, emitted, chain)
         self.notes += rule.notes
-        self.sampled.said += f"; {rule.said}" if rule.said else ""
+        self.sampled.said = "; ".join(filter(None, (self.sampled.said, rule.said)))
         return faults + rule.faults
 
     def _request(self, i: int, request: EngineRequest) -> tuple[list[Divergence], list[Tie], Line]:
@@ -296,11 +296,12 @@ class _Comparison:
         if self.tree is not None:
             drawn = i in self.sampled and said_rule(self.run.settings) != "one_hot"
             if request.rounds and not drawn:
-                found += self._dumped(i, request)
+                found += self._dumped(i, whole_rounds(request) if i in self.sampled else request)
                 did.append("rounds")
                 ties += self.seen[i].ties
             if any(name in request.stats for name in COUNTED):
-                counts = check_counts(i, request, rounds, self.tree)
+                check = uncut_counts if i in self.sampled else check_counts
+                counts = check(i, request, rounds, self.tree)
                 apart = i in self.sampled and not any(d.code for d in counts)
                 (self.counted_otherwise if apart else found).extend(counts)
                 did.append("statistics")

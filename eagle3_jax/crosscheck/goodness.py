@@ -60,6 +60,20 @@ def _chi_square(where: np.ndarray) -> float:
     return min(1.0, float(np.exp(np.logaddexp.reduce(terms))))
 
 
+def favoured_p_value(hit: np.ndarray, chance: np.ndarray) -> float:
+    """Whether tokens named in advance, such as drafts, come as often as they should.
+
+    Freedman's inequality, both sides: it holds for any number of tokens.
+
+    Args:
+      hit: [R] whether it was that token. chance: [R] its probability.
+    """
+    off, spread = abs(float((hit - chance).sum())), float((chance * (1 - chance)).sum())
+    if off < 1e-3:
+        return 1.0
+    return min(1.0, 2 * math.exp(-(off**2) / (2 * (spread + off / 3))))
+
+
 def log_likelihood(p: np.ndarray) -> float:
     """Of tokens with these probabilities; a forbidden one counts as `TINY`."""
     return float(np.log(np.maximum(p, TINY)).sum())

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.config import ConfigError, SamplingConfig
+from eagle3_jax.config import ConfigError, SamplingConfig, TreeConfig
+from eagle3_jax.crosscheck.counts import check_counts
 from eagle3_jax.crosscheck.goodness import (
     FEW,
     REJECT,
     TINY,
+    favoured_p_value,
+    log_likelihood,
     places,
     uniform_p_value,
 )
@@ -126,14 +129,13 @@ class Sampled:
                 continue
             self._note_unknown(i, request)
             configs.setdefault(sampling_config(request), []).append(i)
-        chain = ours.draft is not None and ours.tree is not None and ours.tree.topk == 1
         for config, numbers in configs.items():
             try:
                 check_bias(config, ours.target.config.vocab_size)
             except ConfigError as error:
                 raise CrosscheckError(f"{run.source}: {error}") from None
             texts = texts_of(ours, numbers, requests, taught, [listed_ids(r) for r in requests])
-            group = Group(config, texts, place(ours, texts, config, drafts=chain))
+            group = Group(config, texts, place(ours, texts, config, drafts=ours.draft is not None))
             self.groups.append(group)
             for i in numbers:
                 self._taught[i] = self._by_convention(i, group, taught[i])
@@ -162,8 +164,7 @@ class Sampled:
         if found:
             code, cause = causes.forbidden(found, self.tokens, emitted)
             return [dataclasses.replace(d, code=code, cause=cause) for d in found]
-        where = np.concatenate([places(g.placed.p, g.placed.likelier) for g in self.groups])
-        chance = uniform_p_value(where)
+        chance = self._p_value()
         greedy = causes.greedy()
         if chance >= REJECT and greedy is None:
             weak = ", too few to tell much" if self.tokens < FEW else ""
@@ -188,6 +189,20 @@ class Sampled:
             )
         ]
 
+    def _p_value(self) -> float:
+        """Of the places of all tokens, and of how often they are the draft's most likely one."""
+        where = np.concatenate([places(g.placed.p, g.placed.likelier) for g in self.groups])
+        hits, chances = [], []
+        for g in self.groups:
+            rows, drafted, chance = g.texts.index > 0, g.placed.drafted, g.placed.drafted_p
+            if drafted is not None and chance is not None:
+                hits.append((g.texts.tokens[: g.texts.rows] == drafted)[rows])
+                chances.append(chance[rows])
+        if not hits:
+            return uniform_p_value(where)
+        favoured = favoured_p_value(np.concatenate(hits), np.concatenate(chances))
+        return min(1.0, 2 * min(uniform_p_value(where), favoured))
+
     def _temperatures(self) -> str:
         found = sorted({g.config.temperature for g in self.groups})
         return f"temperature{'s' if len(found) > 1 else ''} {', '.join(f'{t:g}' for t in found)}"
@@ -201,12 +216,14 @@ class Sampled:
         if not group.forbidden.any():
             return []
         free = {n: place(self.ours, texts, without(config, (n,))) for n in group.active}
+        group.likelihoods = {n: log_likelihood(p.p) for n, p in free.items()}
+        order = sorted(free, key=lambda n: -group.likelihoods[n])
         free["all processors"] = place(self.ours, texts, without(config, group.active))
         found = []
         for row in map(int, np.flatnonzero(group.forbidden)):
             number, i = int(texts.owner[row]), int(texts.index[row])
             token = self.requests[number].output[i]
-            by = [n for n, p in free.items() if p.p[row] >= TINY]
+            by = [n for n in (*order, "all processors") if free[n].p[row] >= TINY]
             index = emitted[number].round_of(i)
             common: dict[str, Any] = {
                 "kind": "acceptance differs" if by else "target differs",
@@ -223,7 +240,7 @@ class Sampled:
                 continue
             group.skipped.setdefault(row, set()).update(by)
             detail = (
-                f"token {i} is {token}, which {_value(config, by[0])} forbids: its probability is "
+                f"token {i} is {token}, forbidden by {_value(config, by[0])}: its probability is "
                 f"{shown(group.placed.p[row])}, without {by[0]} {shown(free[by[0]].p[row])}"
             )
             found.append(Divergence(detail=detail, **common))
@@ -279,3 +296,31 @@ def emitted_of(request: EngineRequest, ours: Sequence[Round], trusted: bool) -> 
     return Emitted(
         tuple((r.index, r.length - start, r.num_correct_drafts) for r in ours if trusted)
     )
+
+
+def uncut_counts(
+    number: int, request: EngineRequest, rounds: Sequence[Round], tree: TreeConfig
+) -> list[Divergence]:
+    """`check_counts`; what the last round accepted past the end of a sampled text is not known."""
+    found = check_counts(number, request, rounds, tree)
+    if not rounds or not found or found[0].code:
+        return found
+    last = rounds[-1]
+    left = len(request.output) - (last.length - len(request.prompt)) - 1
+    if last.num_correct_drafts < left:
+        return found
+    for correct in range(left, tree.num_steps + 1):
+        cut = dataclasses.replace(last, accepted=list(range(correct + 1)))
+        if not check_counts(number, request, [*rounds[:-1], cut], tree):
+            return []
+    return found
+
+
+def whole_rounds(request: EngineRequest) -> EngineRequest:
+    """Without a dumped last round that the end of the text cut, likewise."""
+    rounds = request.rounds or []
+    if not rounds or rounds[-1].num_correct is None:
+        return request
+    left = len(request.output) - (rounds[-1].length - len(request.prompt)) - 1
+    cut = rounds[-1].num_correct >= left
+    return dataclasses.replace(request, rounds=rounds[:-1] if cut else rounds)

@@ -55,6 +55,7 @@ class Group:
     placed: Placed
     forbidden: np.ndarray | None = None
     skipped: dict[int, set[str]] = dataclasses.field(default_factory=dict)
+    likelihoods: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def active(self) -> list[str]:
@@ -134,7 +135,7 @@ class Causes:
             by = sorted(set().union(*(s for g in self.groups for s in g.skipped.values())))
             words = f"several processors are skipped: {', '.join(by)}"
         else:
-            single = sorted(n for n in names if n in AT_REST)
+            single = self._likely(names)
             words = f"{' or '.join(single) or 'all processors'} skipped"
             if single == ["min_p"]:
                 words += ", as SGLang leaves it out while verifying (sgl-project/sglang#10617)"
@@ -146,6 +147,11 @@ class Causes:
         elif all(i > 0 for _, i in places):
             words += ", no request's first token among them"
         return SKIPPED, words
+
+    def _likely(self, names: set[str]) -> list[str]:
+        """Of processors that each explain what is forbidden, those that fit the text best."""
+        total = {n: sum(g.likelihoods.get(n, 0.0) for g in self.groups) for n in names & {*AT_REST}}
+        return sorted(n for n, value in total.items() if max(total.values()) - value < GAIN)
 
     def best(self) -> tuple[str, str]:
         """What the text follows better: a code and words."""

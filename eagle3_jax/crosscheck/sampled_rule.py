@@ -49,6 +49,7 @@ def judge_rule(
     groups: Sequence[Group],
     wrong: list[Divergence],
     emitted: Sequence[Emitted],
+    chain: bool = True,
 ) -> RuleFound:
     """Counts of sampled requests beside the rules of `acceptance_by_rule`.
 
@@ -57,10 +58,11 @@ def judge_rule(
     that no text tells; the share of rounds with an accepted draft does.
 
     Args:
-      groups: with `Placed.strict` and the others for a chain. wrong: counts that differ.
+      groups: with `Placed.strict` and the others. wrong: counts that differ. chain: a tree's first
+        drafts are several, for which these rules do not speak.
     """
     accepted, rounds = _measured(run, requests, groups)
-    expected = _expected(groups, emitted)
+    expected = _expected(groups, emitted) if chain else None
     if not rounds:
         return RuleFound(wrong)
     measured = f"the first draft was accepted in {accepted / rounds:.1%} of {rounds} rounds"
