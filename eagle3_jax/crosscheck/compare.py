@@ -16,8 +16,14 @@ from eagle3_jax.crosscheck.ours import Ours, Taught
 from eagle3_jax.crosscheck.recorded import RecordedOurs, draft_states
 from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, sentence
 from eagle3_jax.crosscheck.rounds import Context, Seen, compare_round
-from eagle3_jax.crosscheck.sampled import Sampled, emitted_of, uncut_counts, whole_rounds
-from eagle3_jax.crosscheck.sampled_rule import judge_rule, said_rule
+from eagle3_jax.crosscheck.sampled import Sampled
+from eagle3_jax.crosscheck.sampled_rule import (
+    emitted_of,
+    judge_rule,
+    said_rule,
+    uncut_counts,
+    whole_rounds,
+)
 from eagle3_jax.crosscheck.states import check_states
 from eagle3_jax.crosscheck.suspects import explain_statistics, pinned_at_maximum
 from eagle3_jax.crosscheck.tokens import (
@@ -253,6 +259,8 @@ class _Comparison:
 
     def _sampled(self, lines: list[Line]) -> list[Divergence]:
         """What the sampled requests show: of their tokens, and of the rule that accepted drafts."""
+        if self.sampled.undecidable and said_rule(self.run.settings) != "one_hot":
+            self.counted_otherwise.clear()  # drafts were drawn, and from what is not known
         other = {d.request for d in self.counted_otherwise}
         emitted = [
             emitted_of(r, rounds, any(n in r.stats for n in COUNTED) and i not in other)

@@ -1,11 +1,12 @@
-"""Every output token in the distribution its sampling parameters leave, in passes over all texts.
+"""Every output token in the distribution its sampling parameters leave.
 
-The target's last states of all texts are kept, so that other parameters need no other target pass.
+The target's last states are kept, so that other parameters need no other target pass.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def texts_of(
     states, drafts = [], []
     for number in numbers:
         request = requests[number]
-        text, n = [*request.prompt, *request.output], len(request.output)
+        text = [*request.prompt, *request.output]
         part = slice(len(request.prompt) - 1, len(text) - 1)
         padded = np.zeros((1, -(-(len(text) - 1) // CHUNK) * CHUNK), np.int32)
         padded[0, : len(text) - 1] = text[:-1]
@@ -98,7 +99,6 @@ def texts_of(
             logits = _drafts(ours, text, taught[number].aux)
             rows = np.arange(part.start, part.stop) - 1  # the row before the one that verifies
             drafts.append(logits[np.maximum(rows, 0)])
-        assert len(states[-1]) == n
     owner = np.concatenate([np.full(len(requests[i].output), i) for i in numbers])
     index = np.concatenate([np.arange(len(requests[i].output)) for i in numbers])
     rows = len(owner)
@@ -205,10 +205,8 @@ def _drafts(ours: Ours, text: Sequence[int], aux: np.ndarray) -> np.ndarray:
     states = np.zeros((1, slots, *aux.shape[1:]), aux.dtype)
     states[0, :count] = aux[:count]
     leaves, structure = take_apart(ours.draft)
-    found = draft_pass(
-        structure, leaves, ours.target.shared(), jnp.asarray(following), jnp.asarray(states)
-    )
-    return np.asarray(found[3][0])
+    shared, given = ours.target.shared(), (jnp.asarray(following), jnp.asarray(states))
+    return np.asarray(draft_pass(structure, leaves, shared, *given)[3][0])
 
 
 def _filled(x: np.ndarray, size: int, value: bool | int = 0) -> np.ndarray:
@@ -242,7 +240,7 @@ def _place(
     target: Target = structure.build(leaves)
     V, row = target.config.vocab_size, jnp.arange(CHUNK, dtype=jnp.int32)
 
-    def chunk(before: jax.Array, part: tuple[jax.Array, ...]):
+    def chunk(before: jax.Array, part: tuple[Any, ...]):
         x, given, fresh, asked, drafted = part
         request = jnp.cumsum(fresh.astype(jnp.int32))  # 0: the one of the chunk before
         which = jax.nn.one_hot(given, V, dtype=before.dtype)
@@ -259,15 +257,14 @@ def _place(
     def parts(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // CHUNK, CHUNK, *x.shape[1:])
 
-    empty = jnp.zeros((V,), jnp.float32)
-    chunks = (
+    chunks: tuple[Any, ...] = (
         parts(states),
         parts(tokens),
         parts(first),
         parts(listed),
         None if proposals is None else (parts(proposals[0]), _each(proposals[1], states)),
     )
-    return lax.scan(chunk, empty, chunks)[1]
+    return lax.scan(chunk, jnp.zeros((V,), jnp.float32), chunks)[1]
 
 
 def _each(ids: jax.Array, states: jax.Array) -> jax.Array:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.config import ConfigError, SamplingConfig, TreeConfig
-from eagle3_jax.crosscheck.counts import check_counts
+from eagle3_jax.config import ConfigError, SamplingConfig
 from eagle3_jax.crosscheck.goodness import (
     FEW,
     REJECT,
@@ -36,7 +35,6 @@ from eagle3_jax.crosscheck.sampled_causes import (
 from eagle3_jax.crosscheck.tokens import listed_ids
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 from eagle3_jax.sampling import check_bias
-from eagle3_jax.trace import Round
 
 __all__ = ["Sampled", "acceptance_by_rule", "sampling_config"]
 
@@ -282,45 +280,3 @@ def _value(config: SamplingConfig, name: str) -> str:
     if value is None:
         return name
     return f"{name} {dict(value) if name == 'logit_bias' else format(value, 'g')}"
-
-
-def emitted_of(request: EngineRequest, ours: Sequence[Round], trusted: bool) -> Emitted:
-    """From the engine's rounds; from ours on its text where its counts are the same."""
-    if request.accepts is not None:
-        at, found = 0, []
-        for number, correct in enumerate(request.accepts):
-            found.append((number, at, correct))
-            at += correct + 1
-        return Emitted(tuple(found))
-    start = len(request.prompt)
-    return Emitted(
-        tuple((r.index, r.length - start, r.num_correct_drafts) for r in ours if trusted)
-    )
-
-
-def uncut_counts(
-    number: int, request: EngineRequest, rounds: Sequence[Round], tree: TreeConfig
-) -> list[Divergence]:
-    """`check_counts`; what the last round accepted past the end of a sampled text is not known."""
-    found = check_counts(number, request, rounds, tree)
-    if not rounds or not found or found[0].code:
-        return found
-    last = rounds[-1]
-    left = len(request.output) - (last.length - len(request.prompt)) - 1
-    if last.num_correct_drafts < left:
-        return found
-    for correct in range(left, tree.num_steps + 1):
-        cut = dataclasses.replace(last, accepted=list(range(correct + 1)))
-        if not check_counts(number, request, [*rounds[:-1], cut], tree):
-            return []
-    return found
-
-
-def whole_rounds(request: EngineRequest) -> EngineRequest:
-    """Without a dumped last round that the end of the text cut, likewise."""
-    rounds = request.rounds or []
-    if not rounds or rounds[-1].num_correct is None:
-        return request
-    left = len(request.output) - (rounds[-1].length - len(request.prompt)) - 1
-    cut = rounds[-1].num_correct >= left
-    return dataclasses.replace(request, rounds=rounds[:-1] if cut else rounds)

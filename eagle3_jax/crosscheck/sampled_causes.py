@@ -171,12 +171,13 @@ class Causes:
 
     def _fits(self) -> list[tuple[float, str, str]]:
         """(log-likelihood, code, words), the best first."""
-        found = [self._temperature(), self._thresholds()]
+        found: list[tuple[float, str, str]] = [self._temperature(), self._thresholds()]
         active = list(dict.fromkeys(n for g in self.groups for n in g.active))
-        tried = [(name,) for name in active] + ([tuple(active)] if len(active) > 1 else [])
+        tried: list[tuple[str, ...]] = [(name,) for name in active]
+        tried += [tuple(active)] if len(active) > 1 else []
         for names in tried:
             placed = [self._placed(g, without(g.config, names)) for g in self.groups]
-            words = "all processors" if len(names) > 1 else names[0]
+            words = "all processors" if len(names) > 1 else "".join(names)
             found.append(self._entry(placed, SKIPPED, f"{words} ignored"))
         return sorted(found, reverse=True)
 

@@ -1,14 +1,17 @@
-"""Which rule accepted the drafts of a sampled run, from how often the first one was accepted."""
+"""Rounds and counts of a sampled run, and which rule accepted its drafts."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
+from eagle3_jax.config import TreeConfig
+from eagle3_jax.crosscheck.counts import check_counts
 from eagle3_jax.crosscheck.goodness import binomial_fits
 from eagle3_jax.crosscheck.result import Divergence
 from eagle3_jax.crosscheck.sampled_causes import Emitted, Group
 from eagle3_jax.crosscheck.types import EngineRequest, EngineRun, Settings
+from eagle3_jax.trace import Round
 
 RULES = {
     "strict": "strict (drawn from q, must be the token the target draws)",
@@ -128,3 +131,45 @@ def _expected(groups: Sequence[Group], emitted: Sequence[Emitted]) -> dict[str, 
             return None
         means[name] = float(whole.mean())
     return means
+
+
+def emitted_of(request: EngineRequest, ours: Sequence[Round], trusted: bool) -> Emitted:
+    """From the engine's rounds; from ours on its text where its counts are the same."""
+    if request.accepts is not None:
+        at, found = 0, []
+        for number, correct in enumerate(request.accepts):
+            found.append((number, at, correct))
+            at += correct + 1
+        return Emitted(tuple(found))
+    start = len(request.prompt)
+    return Emitted(
+        tuple((r.index, r.length - start, r.num_correct_drafts) for r in ours if trusted)
+    )
+
+
+def uncut_counts(
+    number: int, request: EngineRequest, rounds: Sequence[Round], tree: TreeConfig
+) -> list[Divergence]:
+    """`check_counts`; what the last round accepted past the end of a sampled text is not known."""
+    found = check_counts(number, request, rounds, tree)
+    if not rounds or not found or found[0].code:
+        return found
+    last = rounds[-1]
+    left = len(request.output) - (last.length - len(request.prompt)) - 1
+    if last.num_correct_drafts < left:
+        return found
+    for correct in range(left, tree.num_steps + 1):
+        cut = dataclasses.replace(last, accepted=list(range(correct + 1)))
+        if not check_counts(number, request, [*rounds[:-1], cut], tree):
+            return []
+    return found
+
+
+def whole_rounds(request: EngineRequest) -> EngineRequest:
+    """Without a dumped last round that the end of the text cut, likewise."""
+    rounds = request.rounds or []
+    if not rounds or rounds[-1].num_correct is None:
+        return request
+    left = len(request.output) - (rounds[-1].length - len(request.prompt)) - 1
+    cut = rounds[-1].num_correct >= left
+    return dataclasses.replace(request, rounds=rounds[:-1] if cut else rounds)
