@@ -18,11 +18,12 @@ from eagle3_jax.crosscheck import (
     Settings,
     compare,
     goodness,
+    of_trace,
     ours,
     read_run,
 )
 from eagle3_jax.crosscheck.processed import Placed, Texts
-from eagle3_jax.crosscheck.sampled import acceptance_by_rule
+from eagle3_jax.crosscheck.sampled import Sampled, acceptance_by_rule
 from eagle3_jax.crosscheck.sampled_causes import Emitted, Group
 from eagle3_jax.crosscheck.sampled_rule import judge_rule
 from eagle3_jax.layers import Rows
@@ -68,7 +69,9 @@ def texts(pair):
                 stop_token_ids=(),
                 sampling=config.with_seed(tuple(seeds)),
                 rule=rule,
+                trace=True,
             )
+            make.trace = found.trace
             done[key] = list(zip(PROMPTS, found.tokens, found.stats, strict=True))
         return done[key]
 
@@ -96,6 +99,38 @@ def test_right_answers_are_equal(texts, pair):
     assert "too few" not in result.verdict
     assert all(line.checked == ("distribution", "statistics") for line in result.lines)
     json.dumps(result.json(), allow_nan=False)
+
+
+def test_what_the_draft_says_first_is_what_was_drafted(texts, pair):
+    """From one pass over each text: the draft's argmax and its probability in every round."""
+    made = texts(seed=9)
+    run = of_trace(texts.trace, "trace")
+    mine = ours.Ours(*pair, CHAIN)
+    taught = [mine.teach(r.prompt, r.output) for r in run.requests[:4]]
+    run = dataclasses.replace(run, requests=run.requests[:4])
+    (group,) = Sampled(run, run.requests, mine, taught).groups
+    rows = {
+        (o, i): at
+        for at, (o, i) in enumerate(zip(group.texts.owner, group.texts.index, strict=True))
+    }
+    seen = 0
+    for number, request in enumerate(run.requests):
+        assert request.output == made[number][1]
+        for one in texts.trace.of(number):
+            at = rows[number, one.length - len(request.prompt) + 1]
+            assert group.placed.drafted[at] == one.tokens[1]
+            assert group.placed.one_hot[at] == pytest.approx(one.target_probs[1], abs=1e-5)
+            seen += 1
+    assert seen > 100
+
+
+@pytest.mark.exhaustive
+def test_a_trace_of_sampled_rounds_is_equal(texts, pair):
+    texts(seed=8)
+    run = of_trace(texts.trace, "trace")
+    result = compare(dataclasses.replace(run, requests=run.requests[:2]), *pair, ignore_eos=True)
+    assert result.kind == "equal", result.text()
+    assert result.lines[0].checked == ("distribution", "rounds", "statistics")
 
 
 def test_no_false_alarm_in_twenty(texts, pair):
