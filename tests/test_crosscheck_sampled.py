@@ -22,7 +22,7 @@ from eagle3_jax.crosscheck import (
     ours,
     read_run,
 )
-from eagle3_jax.crosscheck.processed import Placed, Texts
+from eagle3_jax.crosscheck.processed import Placed, Texts, place, texts_of
 from eagle3_jax.crosscheck.sampled import Sampled, acceptance_by_rule
 from eagle3_jax.crosscheck.sampled_causes import Emitted, Group
 from eagle3_jax.crosscheck.sampled_rule import judge_rule
@@ -211,6 +211,35 @@ def logits_of(target, text) -> np.ndarray:
 def softmax(z: np.ndarray) -> np.ndarray:
     p = np.exp(z - z.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
+
+
+def test_probabilities_are_those_of_decoding_one_by_one(texts, pair):
+    """Penalties count each text's own tokens, over the chunks that rows are computed in."""
+    config = SamplingConfig(
+        0.7,
+        min_p=0.02,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        logit_bias={9: 2.0},
+    )
+    requests = [EngineRequest(str(i), p, t) for i, (p, t, _) in enumerate(texts()[:4])]
+    mine = ours.Ours(pair[0], None, None)
+    rows = texts_of(mine, range(4), requests, [], [None] * 4)
+    found = place(mine, rows, config)
+    expected = []
+    for request in requests:
+        z = logits_of(pair[0], [*request.prompt, *request.output])[len(request.prompt) - 1 :]
+        for i, token in enumerate(request.output):
+            for old in set(request.output[:i]):
+                z[i, old] -= 0.5 + 0.7 * request.output[:i].count(old)
+                z[i, old] *= 1.5 if z[i, old] < 0 else 1 / 1.5
+            z[i, 9] += 2.0
+            p = softmax(z[i] / 0.7)
+            p = np.where(p < 0.02 * p.max(), 0, p)
+            expected.append(p[token] / p.sum())
+    assert np.allclose(found.p, expected, atol=1e-5)
+    assert (np.asarray(expected)[64:] > 0).any()
 
 
 def test_a_banned_token_inside_an_accepted_run(texts, pair):  # E3-064
