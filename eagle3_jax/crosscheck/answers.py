@@ -190,7 +190,12 @@ def _generate(
         aux=aux,
         first=first,
         hidden_kind=kind,
-        **sampling_of(request.get("sampling_params") or {}),
+        **sampling_of(
+            request.get("sampling_params")
+            or answer.get("sampling_params")
+            or meta.get("sampling_params")
+            or {}
+        ),
     )
 
 

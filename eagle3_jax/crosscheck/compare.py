@@ -16,9 +16,23 @@ from eagle3_jax.crosscheck.ours import Ours, Taught
 from eagle3_jax.crosscheck.recorded import RecordedOurs, draft_states
 from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, sentence
 from eagle3_jax.crosscheck.rounds import Context, Seen, compare_round
+from eagle3_jax.crosscheck.sampled import Sampled
+from eagle3_jax.crosscheck.sampled_rule import (
+    emitted_of,
+    judge_rule,
+    said_rule,
+    uncut_counts,
+    whole_rounds,
+)
 from eagle3_jax.crosscheck.states import check_states
 from eagle3_jax.crosscheck.suspects import explain_statistics, pinned_at_maximum
-from eagle3_jax.crosscheck.tokens import check_logprobs, check_stop, check_tokens, listed_ids
+from eagle3_jax.crosscheck.tokens import (
+    Checked,
+    check_logprobs,
+    check_stop,
+    check_tokens,
+    listed_ids,
+)
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.targets.base import Target
@@ -105,12 +119,14 @@ class _Comparison:
     taught: list[Taught]
     rounds: list[list[Round]]
     noise: Noise
+    sampled: Sampled
 
     def __init__(self, run: EngineRun, vocab_size: int):
         self.run = run
         self.notes = list(run.notes)
         self.requests = self._checked(run.requests, vocab_size)
         self.seen = [Seen() for _ in self.requests]
+        self.counted_otherwise: list[Divergence] = []
 
     @property
     def tree(self) -> TreeConfig | None:
@@ -162,7 +178,8 @@ class _Comparison:
         logits: list[np.ndarray] = []
         states: list[float] = []
         how = []
-        for request, taught, rounds in zip(self.requests, self.taught, self.rounds, strict=True):
+        for i, (request, rounds) in enumerate(zip(self.requests, self.rounds, strict=True)):
+            taught = self.sampled.taught(i) or self.taught[i]
             if request.output_logprobs is not None and not self.ours.recorded:
                 logits.append(request.output_logprobs - taught.logprobs)
                 how.append("the engine's logprobs beside ours")
@@ -190,17 +207,23 @@ class _Comparison:
         self.rounds = [[] for _ in self.requests]
         if self.tree is not None:
             self.rounds = self.ours.free(self.requests)
+        self.sampled = Sampled(self.run, self.requests, self.ours, self.taught)
+        self.notes += self.sampled.notes
         self.noise = self._noise(reference)
         found: list[Divergence] = []
         ties: list[Tie] = []
         lines: list[Line] = []
-        sampled = [r for r in self.requests if r.temperature]
         for i, request in enumerate(self.requests):
             faults, tied, line = self._request(i, request)
             found += faults
             ties += tied
             lines.append(line)
-        found += check_totals(self.run, self.rounds, self.tree)
+        totals = check_totals(self.run, self.rounds, self.tree)
+        if self.sampled:
+            self.counted_otherwise += [d for d in totals if d.tensor == COUNTED[0]]
+            found += self._sampled(lines)
+        else:
+            found += totals
         found.sort(key=lambda d: (d.order, d.request))
         found, rounded = rounded_counts(found, self.requests, self.rounds, self.noise)
         ties += rounded
@@ -209,13 +232,17 @@ class _Comparison:
         if self.ours.recorded:
             kind = "not an acceptance problem"
         why = ""
-        if sampled:
-            kind, first = "not decidable", None
-            why = f"{len(sampled)} requests were sampled at a temperature: no text is expected"
-        elif first is not None:
-            kind = first.kind
+        undecidable = self.sampled.undecidable
+        if first is not None:
             first = self._explained(first)
             kind = first.kind
+        elif undecidable:
+            kind = "not decidable"
+            number, reason = next(iter(undecidable.items()))
+            why = (
+                f"{len(undecidable)} requests were sampled at a temperature: no text is expected; "
+                f"request {number}: {reason}"
+            )
         else:
             why = self._summary(lines, ties)
         return Result(
@@ -230,12 +257,38 @@ class _Comparison:
             settings=self._settings(),
         )
 
+    def _sampled(self, lines: list[Line]) -> list[Divergence]:
+        """What the sampled requests show: of their tokens, and of the rule that accepted drafts."""
+        if self.sampled.undecidable and said_rule(self.run.settings) != "one_hot":
+            self.counted_otherwise.clear()  # drafts were drawn, and from what is not known
+        other = {d.request for d in self.counted_otherwise}
+        emitted = [
+            emitted_of(r, rounds, any(n in r.stats for n in COUNTED) and i not in other)
+            for i, (r, rounds) in enumerate(zip(self.requests, self.rounds, strict=True))
+        ]
+        faults = self.sampled.faults(self.noise, emitted)
+        for d in faults:
+            if d.position is not None:
+                until = min(lines[d.request].equal_until, d.position)
+                lines[d.request] = dataclasses.replace(lines[d.request], equal_until=until)
+        chain = self.tree is not None and self.tree.topk == 1
+        groups = self.sampled.groups
+        rule = judge_rule(self.run, self.requests, groups, self.counted_otherwise, emitted, chain)
+        self.notes += rule.notes
+        self.sampled.said = "; ".join(filter(None, (self.sampled.said, rule.said)))
+        return faults + rule.faults
+
     def _request(self, i: int, request: EngineRequest) -> tuple[list[Divergence], list[Tie], Line]:
-        taught, rounds = self.taught[i], self.rounds[i]
-        checked = check_tokens(i, request, taught, self.noise, rounds)
+        taught: Taught | None = self.taught[i]
+        rounds = self.rounds[i]
+        if i in self.sampled:
+            checked, taught = Checked(equal_until=len(request.output)), self.sampled.taught(i)
+            did = [] if taught is None else ["distribution"]
+        else:
+            checked = check_tokens(i, request, self.taught[i], self.noise, rounds)
+            did = [] if self.ours.recorded else ["tokens"]
         found = list(checked.faults)
-        did = [] if self.ours.recorded else ["tokens"]
-        if not self.ours.recorded:
+        if not self.ours.recorded and taught is not None:
             found += check_logprobs(i, request, taught, self.noise.dtype, rounds)
         ignored = self.ignore_eos if self.ignore_eos is not None else request.ignore_eos
         stop = () if ignored else (*self.stop_ids, *(request.stop_token_ids or ()))
@@ -243,18 +296,22 @@ class _Comparison:
         found += faults
         self.notes += notes
         if request.aux is not None and not self.ours.recorded:
-            fault, looked = check_states(i, request, self.ours, taught, self.noise)
+            fault, looked = check_states(i, request, self.ours, self.taught[i], self.noise)
             if fault is not None:
                 found.append(self._placed(i, request, fault))
             did += ["states"] if looked else []
         ties = list(checked.ties)
         if self.tree is not None:
-            if request.rounds:
-                found += self._dumped(i, request)
+            drawn = i in self.sampled and said_rule(self.run.settings) != "one_hot"
+            if request.rounds and not drawn:
+                found += self._dumped(i, whole_rounds(request) if i in self.sampled else request)
                 did.append("rounds")
                 ties += self.seen[i].ties
             if any(name in request.stats for name in COUNTED):
-                found += check_counts(i, request, rounds, self.tree)
+                check = uncut_counts if i in self.sampled else check_counts
+                counts = check(i, request, rounds, self.tree)
+                apart = i in self.sampled and not any(d.code for d in counts)
+                (self.counted_otherwise if apart else found).extend(counts)
                 did.append("statistics")
         if request.missing:
             self.notes.append(f"request {i}: not in the answer: {', '.join(request.missing)}")
@@ -351,6 +408,8 @@ class _Comparison:
             parts.append(f"{compared} tensors")
         if ties:
             parts.append(f"{len(ties)} near ties")
+        if self.sampled.said:
+            parts.append(self.sampled.said)
         return ", ".join(parts)
 
     def _settings(self) -> dict[str, Any]:

@@ -134,6 +134,10 @@ def number_of(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
+NO_PARAMETERS = ("model", "messages", "prompt", "input_ids", "text", "stream", "stream_options")
+"""What an OpenAI-style request holds beside its sampling parameters."""
+
+
 def sampling_of(params: Any) -> dict[str, Any]:
     """Fields of `EngineRequest` from sampling parameters of any engine."""
     if not isinstance(params, dict):
@@ -144,9 +148,13 @@ def sampling_of(params: Any) -> dict[str, Any]:
     stop = params.get("stop_token_ids")
     if limit is not None and type(limit) is not int:
         raise CrosscheckError(f"max_new_tokens is {limit!r}, expected a number")
+    temperature = params.get("temperature")
+    if temperature is not None and type(temperature) not in (int, float):
+        raise CrosscheckError(f"temperature is {temperature!r}, expected a number")
     return {
-        "temperature": params.get("temperature"),
+        "temperature": temperature,
         "max_new_tokens": limit,
         "ignore_eos": params.get("ignore_eos"),
         "stop_token_ids": tuple(stop) if isinstance(stop, list) else None,
+        "sampling": {k: v for k, v in params.items() if k not in NO_PARAMETERS} or None,
     }

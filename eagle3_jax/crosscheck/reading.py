@@ -12,6 +12,7 @@ import numpy as np
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.crosscheck.answers import run_of, settings_of_server
 from eagle3_jax.crosscheck.dumps import read_dump
+from eagle3_jax.crosscheck.fields import sampling_of
 from eagle3_jax.crosscheck.types import (
     CrosscheckError,
     DumpedRound,
@@ -88,6 +89,7 @@ def of_trace(trace: Trace, source: str) -> EngineRun:
                 stats=dict(trace.stats[i]) if trace.stats else {},
                 accepts=[r.num_correct or 0 for r in rounds] if trace.tree else None,
                 rounds=rounds if trace.tree else None,
+                **sampling_of(trace.sampling or {}),
             )
         )
     tree = TreeConfig(**trace.tree) if trace.tree else None
@@ -98,7 +100,11 @@ def of_trace(trace: Trace, source: str) -> EngineRun:
         tree=tree,
         speculative=tree is not None,
         dtype=trace.dtype.get("target"),
-        other={"as_engine": trace.engine, "draft_attention": trace.draft_attention},
+        other={
+            "as_engine": trace.engine,
+            "draft_attention": trace.draft_attention,
+            "rule": (trace.sampling or {}).get("rule"),
+        },
     )
     return EngineRun(source, settings, requests)
 

@@ -24,7 +24,7 @@ class Divergence:
     """One place where the engine and this implementation part beyond rounding.
 
     Attributes:
-      kind: the verdict it leads to. request: number and name.
+      kind: the verdict it leads to. request: its number, -1 where all requests together show it.
       round: number, None before the first or where no rounds are known. node: of the tree, or row.
       tensor: by the names of `types.DumpedRound`. position: in the text, where it is a token.
       detail: found and expected, in words. code: of the named cause, such as `KV_FULL_ACCEPT_HOLE`.
@@ -166,7 +166,7 @@ class Result:
 
 def where(d: Divergence) -> str:
     """Request, round, node of a divergence."""
-    parts = [f"request {d.request}"]
+    parts = ["all requests" if d.request < 0 else f"request {d.request}"]
     if d.round is not None:
         parts.append(f"round {d.round}")
     if d.node is not None:
@@ -185,7 +185,7 @@ def sentence(kind: Kind, first: Divergence | None, why: str = "") -> str:
     head: str = kind
     if kind == "draft differs":
         head = f"draft differs at {first.tensor}"
-    elif kind == "acceptance differs":
+    elif kind == "acceptance differs" and first.round is not None:
         head = f"acceptance differs at round {first.round}"
     because = f" ({first.cause})" if first.cause else ""
     return f"{head}: {where(first)}: {first.detail}{because}"

@@ -109,6 +109,7 @@ class EngineRequest:
       rounds: dumped rounds, in order; None without a dump.
       partial: no complete text: a dump that begins or ends inside a request.
       temperature, max_new_tokens, ignore_eos, stop_token_ids: of this request, None unknown.
+      sampling: all sampling parameters, as they were given; None where they are not known.
     """
 
     name: str
@@ -131,6 +132,7 @@ class EngineRequest:
     max_new_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    sampling: dict[str, Any] | None = None
 
     @property
     def finish_reason(self) -> str | None:

@@ -1,0 +1,282 @@
+"""Answers that were sampled: is every token allowed, do they follow the target, by which rule.
+
+A text has no right or wrong token then, but a distribution before each. Drafts that are no random
+draws are accepted exactly where the text goes on with them, so rounds and counts stay comparable.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax.config import ConfigError, SamplingConfig
+from eagle3_jax.crosscheck.goodness import (
+    FEW,
+    REJECT,
+    TINY,
+    favoured_p_value,
+    log_likelihood,
+    places,
+    uniform_p_value,
+)
+from eagle3_jax.crosscheck.noise import Noise
+from eagle3_jax.crosscheck.ours import Ours, Taught
+from eagle3_jax.crosscheck.processed import acceptance_by_rule, place, texts_of
+from eagle3_jax.crosscheck.result import Divergence
+from eagle3_jax.crosscheck.sampled_causes import (
+    AT_REST,
+    Causes,
+    Emitted,
+    Group,
+    shown,
+    without,
+)
+from eagle3_jax.crosscheck.tokens import listed_ids
+from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
+from eagle3_jax.sampling import check_bias
+
+__all__ = ["Sampled", "acceptance_by_rule", "sampling_config"]
+
+LEAST = 1e-6
+"""A temperature below is greedy (SGLang `sampling_params._SAMPLING_EPS`)."""
+NO_EFFECT = {
+    *("temperature", "max_new_tokens", "max_tokens", "max_completion_tokens", "ignore_eos", "n"),
+    *("stop", "stop_token_ids", "stop_regex", "skip_special_tokens", "no_stop_trim", "seed"),
+    *("spaces_between_special_tokens", "stream_interval", "sampling_seed", "rule", "logprobs"),
+    *("return_token_ids", "top_logprobs", "detokenize", "include_stop_str_in_output", "user"),
+}
+NOT_COMPUTED = {
+    *("json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "min_tokens"),
+    *("beam_width", "custom_params", "watermark", "response_format", "bad_words"),
+    *("allowed_token_ids", "logits_processors", "guided_decoding", "structured_outputs"),
+}
+"""They change the distribution in ways that nothing here computes."""
+
+
+def sampling_config(request: EngineRequest) -> SamplingConfig:
+    """The parameters of a request by SGLang's names and defaults; greedy is `top_k=1`.
+
+    Raises:
+      CrosscheckError: a value that SGLang refuses, or no parameters.
+    """
+    given = {k: v for k, v in (request.sampling or {}).items() if v is not None}
+    found: dict[str, Any] = {name: given[name] for name in AT_REST if name in given}
+    temperature = request.temperature if request.temperature is not None else 1.0
+    if temperature < LEAST:
+        found["top_k"], temperature = 1, 1.0
+    try:
+        return SamplingConfig(temperature, **found)
+    except ConfigError as error:
+        raise CrosscheckError(f"request {request.name}: sampling parameters: {error}") from None
+
+
+def is_sampled(request: EngineRequest) -> bool:
+    """At a temperature, or greedy on logits that penalties or a bias change."""
+    if request.temperature is None or request.temperature >= LEAST:
+        return bool(request.temperature)
+    config = sampling_config(request)
+    return config.penalises or bool(config.logit_bias)
+
+
+def _undecidable(request: EngineRequest, engine: str) -> str | None:
+    """Why a request's distribution is not known."""
+    if request.sampling is None:
+        return "its sampling parameters are not in the results"
+    given = {k for k, v in request.sampling.items() if v and k in NOT_COMPUTED}
+    if given:
+        return f"{', '.join(sorted(given))} changes the distribution in ways not computed here"
+    config = sampling_config(request)
+    if engine == "vllm":
+        if config.repetition_penalty != 1 or (config.logit_bias and config.penalises):
+            return "vLLM's repetition penalty counts the prompt, and its bias comes first"
+        if config.min_p and (config.top_k is not None or config.top_p < 1):
+            return "vLLM applies min_p before top_k and top_p"
+    return None
+
+
+class Sampled:
+    """The sampled requests of a run, every token placed in its own distribution.
+
+    Attributes:
+      undecidable: number of a request -> why its distribution is not known.
+      notes: what was assumed. said: what is worth saying of a run that is equal.
+    """
+
+    def __init__(
+        self,
+        run: EngineRun,
+        requests: Sequence[EngineRequest],
+        ours: Ours,
+        taught: Sequence[Taught],
+    ):
+        self.run, self.requests, self.ours = run, requests, ours
+        self.undecidable: dict[int, str] = {}
+        self.notes: list[str] = []
+        self.said = ""
+        self.groups: list[Group] = []
+        self._taught: dict[int, Taught] = {}
+        configs: dict[SamplingConfig, list[int]] = {}
+        for i, request in enumerate(requests):
+            if not is_sampled(request):
+                continue
+            why = "no target was given" if ours.recorded else None
+            why = why or _undecidable(request, run.settings.engine)
+            if why is not None:
+                self.undecidable[i] = why
+                continue
+            self._note_unknown(i, request)
+            configs.setdefault(sampling_config(request), []).append(i)
+        for config, numbers in configs.items():
+            try:
+                check_bias(config, ours.target.config.vocab_size)
+            except ConfigError as error:
+                raise CrosscheckError(f"{run.source}: {error}") from None
+            texts = texts_of(ours, numbers, requests, taught, [listed_ids(r) for r in requests])
+            group = Group(config, texts, place(ours, texts, config, drafts=ours.draft is not None))
+            self.groups.append(group)
+            for i in numbers:
+                self._taught[i] = self._by_convention(i, group, taught[i])
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._taught or number in self.undecidable
+
+    def __bool__(self) -> bool:
+        return bool(self._taught or self.undecidable)
+
+    @property
+    def tokens(self) -> int:
+        """How many were placed."""
+        return sum(group.texts.rows for group in self.groups)
+
+    def taught(self, number: int) -> Taught | None:
+        """The target on the text, its logprobs as the engine reports them; None undecidable."""
+        return self._taught.get(number)
+
+    def faults(self, noise: Noise, emitted: Sequence[Emitted]) -> list[Divergence]:
+        """Forbidden tokens; without any, a text that does not follow the target."""
+        if not self.groups:
+            return []
+        found = [d for group in self.groups for d in self._forbidden(group, noise, emitted)]
+        causes = Causes(self.ours, self.groups, self.run.settings, noise)
+        if found:
+            code, cause = causes.forbidden(found, self.tokens, emitted)
+            return [dataclasses.replace(d, code=code, cause=cause) for d in found]
+        chance = self._p_value()
+        greedy = causes.greedy()
+        if chance >= REJECT and greedy is None:
+            weak = ", too few to tell much" if self.tokens < FEW else ""
+            self.said = (
+                f"{self.tokens} sampled tokens, all allowed, distribution consistent (p = "
+                f"{chance:.2g}{weak})"
+            )
+            return []
+        code, cause = greedy or causes.best()
+        return [
+            Divergence(
+                kind="acceptance differs",
+                request=0 if len(self.requests) == 1 else -1,
+                tensor="output_ids",
+                detail=(
+                    f"the text does not follow the target's distribution at {self._temperatures()} "
+                    f"(p = {chance:.1g} over {self.tokens} sampled tokens)"
+                ),
+                code=code,
+                cause=cause,
+                order=(10**5, 0),
+            )
+        ]
+
+    def _p_value(self) -> float:
+        """Of the places of all tokens, and of how often they are the draft's most likely one."""
+        where = np.concatenate([places(g.placed.p, g.placed.likelier) for g in self.groups])
+        hits, chances = [], []
+        for g in self.groups:
+            rows, drafted, chance = g.texts.index > 0, g.placed.drafted, g.placed.drafted_p
+            if drafted is not None and chance is not None:
+                hits.append((g.texts.tokens[: g.texts.rows] == drafted)[rows])
+                chances.append(chance[rows])
+        if not hits:
+            return uniform_p_value(where)
+        favoured = favoured_p_value(np.concatenate(hits), np.concatenate(chances))
+        return min(1.0, 2 * min(uniform_p_value(where), favoured))
+
+    def _temperatures(self) -> str:
+        found = sorted({g.config.temperature for g in self.groups})
+        return f"temperature{'s' if len(found) > 1 else ''} {', '.join(f'{t:g}' for t in found)}"
+
+    def _forbidden(
+        self, group: Group, noise: Noise, emitted: Sequence[Emitted]
+    ) -> list[Divergence]:
+        config, texts = group.config, group.texts
+        lifted = place(self.ours, texts, config, lift=2 * noise.logit)
+        group.forbidden = ~(lifted.p >= TINY)
+        if not group.forbidden.any():
+            return []
+        free = {n: place(self.ours, texts, without(config, (n,))) for n in group.active}
+        group.likelihoods = {n: log_likelihood(p.p) for n, p in free.items()}
+        order = sorted(free, key=lambda n: -group.likelihoods[n])
+        free["all processors"] = place(self.ours, texts, without(config, group.active))
+        found = []
+        for row in map(int, np.flatnonzero(group.forbidden)):
+            number, i = int(texts.owner[row]), int(texts.index[row])
+            token = self.requests[number].output[i]
+            by = [n for n in (*order, "all processors") if free[n].p[row] >= TINY]
+            index = emitted[number].round_of(i)
+            common: dict[str, Any] = {
+                "kind": "acceptance differs" if by else "target differs",
+                "request": number,
+                "round": index,
+                "position": i,
+                "tensor": "output_ids",
+                "order": (-1 if index is None else index, 890),
+            }
+            if not by:
+                p = free["all processors"].p[row]
+                detail = f"token {i} is {token}, whose probability is {shown(p)} by the target"
+                found.append(Divergence(detail=detail, **common))
+                continue
+            group.skipped.setdefault(row, set()).update(by)
+            detail = (
+                f"token {i} is {token}, forbidden by {_value(config, by[0])}: its probability is "
+                f"{shown(group.placed.p[row])}, without {by[0]} {shown(free[by[0]].p[row])}"
+            )
+            found.append(Divergence(detail=detail, **common))
+        return found
+
+    def _note_unknown(self, number: int, request: EngineRequest):
+        names = set(request.sampling or ()) - set(AT_REST) - NO_EFFECT - NOT_COMPUTED
+        if names:
+            self.notes.append(
+                f"request {number}: unknown sampling parameters, taken to change nothing: "
+                f"{', '.join(sorted(names))}"
+            )
+
+    def _by_convention(self, number: int, group: Group, taught: Taught) -> Taught:
+        """SGLang returns logprobs after penalties, bias and temperature; others before them."""
+        rows = group.texts.owner == number
+        after = dataclasses.replace(
+            taught,
+            logprobs=group.placed.logprobs[rows],
+            listed=None if taught.listed is None else _part(group.placed.listed[rows], taught),
+        )
+        given = self.requests[number].output_logprobs
+        if given is None:
+            return after
+        off = [np.nanmedian(np.abs(given - t.logprobs)) for t in (after, taught)]
+        if not off[1] < off[0]:
+            return after
+        self.notes.append("the engine's logprobs are those before temperature and processors")
+        return taught
+
+
+def _part(listed: np.ndarray, taught: Taught) -> np.ndarray:
+    assert taught.listed is not None
+    return listed[:, : taught.listed.shape[1]]
+
+
+def _value(config: SamplingConfig, name: str) -> str:
+    value = getattr(config, name, None)
+    if value is None:
+        return name
+    return f"{name} {dict(value) if name == 'logit_bias' else format(value, 'g')}"
