@@ -116,7 +116,7 @@ def test_json_is_speculate(printed, pair, ids, tiny_target, tiny_draft):
     assert min(seconds.values()) >= 0
     del again["seconds"]
     assert found == again
-    assert list(found) == ["prompts", "tokens", "accept_lengths", "stats", "tree"]
+    assert list(found) == ["prompts", "tokens", "accept_lengths", "stats", "tree", "rule"]
 
 
 @pytest.mark.exhaustive
@@ -381,8 +381,8 @@ def test_compare_with_another_text(call, pair, ids, monkeypatch, tiny_target, ne
     """A call that changes one token: no near tie, unless the threshold says so."""
     honest = Job.call
 
-    def wrong(self: Job, prompts, trace: bool = False) -> e3.Generation:
-        found = honest(self, prompts, trace)
+    def wrong(self: Job, prompts, trace: bool = False, first: int = 0) -> e3.Generation:
+        found = honest(self, prompts, trace, first)
         found.tokens[1][5] = 99
         return found
 
@@ -424,8 +424,8 @@ def interrupting(monkeypatch, after: int, times: int = 1):
     """Sends this process SIGINT, as Ctrl-C does, while round `after` is computed."""
     honest = Job.rounds
 
-    def rounds(self: Job, prompts) -> Iterator[e3.Round]:
-        for count, item in enumerate(honest(self, prompts)):
+    def rounds(self: Job, prompts, first: int = 0) -> Iterator[e3.Round]:
+        for count, item in enumerate(honest(self, prompts, first)):
             if count == after:
                 for _ in range(times):
                     signal.raise_signal(signal.SIGINT)
