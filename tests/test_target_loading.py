@@ -104,19 +104,21 @@ def every_tensor(target) -> dict[str, np.ndarray]:
         layer = f"model.layers.{i}."
         found[f"{layer}input_layernorm.weight"] = np.asarray(block.norm_in.weight[...])
         found[f"{layer}post_attention_layernorm.weight"] = np.asarray(block.norm_post.weight[...])
-        stacked = {
-            "self_attn": (block.attn.qkv, {"q_proj": 12, "k_proj": 6, "v_proj": 6}),
-            "mlp": (block.mlp.gate_up, {"gate_proj": 12, "up_proj": 12}),
+        stacked = {  # in groups: of one KV head, and of a common divisor of the width and 8
+            "self_attn": (block.attn.qkv, 1, {"q_proj": 12, "k_proj": 6, "v_proj": 6}),
+            "mlp": (block.mlp.gate_up, 4, {"gate_proj": 12, "up_proj": 12}),
         }
-        for place, (module, rows) in stacked.items():
+        for place, (module, groups, rows) in stacked.items():
             for kind in ("weight", "bias"):
                 if getattr(module, kind) is None:
                     continue
-                parts = np.split(
-                    np.asarray(getattr(module, kind)[...]), np.cumsum([*rows.values()])
-                )
-                for name, part in zip(rows, parts, strict=False):
-                    found[f"{layer}{place}.{name}.{kind}"] = part
+                dealt = np.asarray(getattr(module, kind)[...])
+                rest = dealt.shape[1:]
+                dealt, first = dealt.reshape(groups, -1, *rest), 0
+                for name, count in rows.items():
+                    part = dealt[:, first : first + count // groups]
+                    found[f"{layer}{place}.{name}.{kind}"] = part.reshape(count, *rest)
+                    first += count // groups
         narrow = {"self_attn.o_proj": block.attn.o, "mlp.down_proj": block.mlp.down}
         for name, module in narrow.items():
             found[f"{layer}{name}.weight"] = np.asarray(module.weight[...]).T
