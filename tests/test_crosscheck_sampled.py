@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import by_default
 
 import eagle3_jax as e3
 from eagle3_jax import AcceptRule, SamplingConfig, TreeConfig, verify
@@ -170,7 +171,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", by_default(FAULTS, lambda _, name: name != "single"))
 def test_what_was_done_instead_is_named(name, texts, pair):
     done, said, code, words = FAULTS[name]
     result = compare(answers(texts(**done), **said), *pair)
@@ -188,6 +189,7 @@ def test_thresholds_the_server_says(texts, pair):
     assert "the server ran with speculative_accept_threshold_single 0.05" in result.verdict
 
 
+@pytest.mark.exhaustive
 def test_drafts_drawn_from_q(texts, pair):  # E3-062
     found = texts(rule=FULL)
     result = compare(answers(found, other=DRAWN), *pair)
