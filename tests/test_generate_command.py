@@ -188,7 +188,7 @@ def test_sampling_is_speculate_with_a_seed_a_prompt(
     printed, pair, ids, tmp_path, tiny_target, tiny_draft
 ):
     flags = ["--temperature", "0.9", "--top-k", "20", "--logit-bias", '{"7": -100}', "--seed", "5"]
-    argv = [*pair, *ids, *flags, "--max-new-tokens", "12", "--stop", "none", "--batch-size", "3"]
+    argv = [*pair, *ids, *flags, "--max-new-tokens", "12", "--stop", "none", "--batch-size", "2"]
     found = printed([*argv, "--rule", "rejection", "--trace", str(tmp_path / "t.jsonl")])
     config = e3.SamplingConfig(0.9, top_k=20, logit_bias={7: -100}, seed=[5, 6, 7, 8])
     expected = e3.speculate(

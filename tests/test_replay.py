@@ -167,7 +167,8 @@ def test_any_start_not_only_the_script_s(plain):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "capacity"), [pytest.param(32, 128, marks=pytest.mark.exhaustive), (256, 4096)]
+    ("chunk", "capacity"),
+    [pytest.param(*p, marks=pytest.mark.exhaustive) for p in [(32, 128), (256, 4096)]],
 )
 def test_how_rows_are_packed_changes_nothing(chunk, capacity):
     """One long sequence and short ones, alone or side by side, in calls of any size."""

@@ -226,6 +226,7 @@ def test_the_embedding_owner_matters(generated):
     assert accepts[0] != accepts[1]
 
 
+@pytest.mark.exhaustive  # each is compared with its own recording by default
 def test_safeai_and_sglang_agree_on_a_chain(generated):
     """SGLang's 64 tokens of every prompt are the first rounds of SafeAILab's 128."""
     run, result = generated("sglang_chain_s3")
