@@ -102,8 +102,9 @@ def first_token(folder: Path, cache: Path | None) -> float:
     command = [sys.executable, "-m", "eagle3_jax", "generate", "--target", str(folder)]
     command += ["--prompt", "Hello", "--max-new-tokens", "1", "--json"]
     environment = dict(os.environ)
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    if cache is not None:
+    if cache is None:
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+    else:
         environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     start = time.perf_counter()
     subprocess.run(command, cwd=harness.ROOT, env=environment, capture_output=True, check=True)
