@@ -9,7 +9,6 @@ tracing and compiling take (about 0.3 GB) does not grow with the weights.
 
 import json
 import os
-import struct
 import subprocess
 import sys
 import tempfile
@@ -74,19 +73,8 @@ def large_model(folder: Path) -> int:
     config |= {"max_position_embeddings": 2048, "tie_word_embeddings": True, "rope_theta": 1e4}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    header, at = {}, 0
-    for name, shape in shapes.items():
-        size = 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text, total = json.dumps(header).encode(), at
     block_of = np.random.default_rng(0).normal(0, 0.02, 2**22).astype("<f4").tobytes()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        while at > 0:
-            file.write(block_of[: min(at, len(block_of))])
-            at -= len(block_of)
-    return total
+    return harness.write_weights(folder / "model.safetensors", shapes, "F32", 4, block_of)
 
 
 def python(code: str) -> dict:

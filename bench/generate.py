@@ -37,7 +37,7 @@ import numpy as np  # noqa: E402
 
 from eagle3_jax import loop  # noqa: E402
 from eagle3_jax.config import TreeConfig  # noqa: E402
-from eagle3_jax.state import Limits, LoopState  # noqa: E402
+from eagle3_jax.state import Limits  # noqa: E402
 
 SHARPNESS = 128.0
 """On the draft's last norm: gaps between its best logits, a few tenths as drawn, become tens."""
@@ -51,17 +51,6 @@ def text_to_follow(batch: int, slots: int, context: int, accept: int) -> np.ndar
     at = np.arange(slots) - context
     row = np.where((at > 0) & (at % accept == 0), 1, 0).astype(np.int32)
     return np.broadcast_to(row, (batch, slots)).copy()
-
-
-def at(state: LoopState, context: int) -> LoopState:
-    """Before the first round, `context` slots behind it."""
-    return dataclasses.replace(
-        state,
-        length=jnp.full_like(state.length, context),
-        num_new=jnp.ones_like(state.num_new),
-        done=jnp.zeros_like(state.done),
-        rounds=jnp.zeros_like(state.rounds),
-    )
 
 
 class Loop:
@@ -96,7 +85,7 @@ class Loop:
         limits = self.limits(context, accept, accept * args.rounds)
 
         def once():
-            state = at(self.state, context)
+            state = models.restarted(self.state, context)
             state = loop.finish_jit(self.program, self.weights, state, limits)
             count = int(state.rounds)
             self.state = state

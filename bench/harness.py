@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -93,6 +95,23 @@ def provenance() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
     }
+
+
+def write_weights(
+    file: Path, shapes: dict[str, tuple[int, ...]], dtype: str, itemsize: int, block: bytes
+) -> int:
+    """A safetensors file of these tensors, filled with `block` again and again; returns its size."""
+    header, total = {}, 0
+    for name, shape in shapes.items():
+        end = total + itemsize * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [total, end]}
+        total = end
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for start in range(0, total, len(block)):
+            stream.write(block[: total - start])
+    return total
 
 
 def report(result: dict[str, Any], out: Path | None):

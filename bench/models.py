@@ -190,9 +190,16 @@ def fill(shapes, seed: int):
 def state_at(shapes: LoopState, context: int, seed: int) -> LoopState:
     """A state of these shapes with `context` random slots behind it, instead of a prefill."""
     state = fill(shapes, seed)
+    state = dataclasses.replace(state, correct=jnp.full_like(state.correct, -1))
+    return restarted(state, context)
+
+
+def restarted(state: LoopState, context: int) -> LoopState:
+    """Before the first round, `context` slots behind it."""
     return dataclasses.replace(
         state,
         length=jnp.full_like(state.length, context),
         num_new=jnp.ones_like(state.num_new),
-        correct=jnp.full_like(state.correct, -1),
+        done=jnp.zeros_like(state.done),
+        rounds=jnp.zeros_like(state.rounds),
     )

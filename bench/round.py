@@ -82,27 +82,16 @@ def forwards(program, batch: int, slots: int) -> dict:
 
 
 def state_of(program, weights, batch: int, slots: int, capacity: int, limits) -> LoopState:
-    """A state of random slots; `at` puts it at its start."""
+    """A state of random slots; `models.restarted` puts it at its start."""
     shapes = models.state_shapes(program, weights, limits, batch, slots, capacity)
     return models.state_at(shapes, 0, 5)
-
-
-def at(state: LoopState, context: int) -> LoopState:
-    """Before the first round, `context` slots behind it."""
-    return dataclasses.replace(
-        state,
-        length=jnp.full_like(state.length, context),
-        num_new=jnp.ones_like(state.num_new),
-        done=jnp.zeros_like(state.done),
-        rounds=jnp.zeros_like(state.rounds),
-    )
 
 
 def dispatched(program, weights, held: dict, context: int, limits):
     """A run of `args.calls` rounds, one dispatch each. `held["state"]` passes from run to run."""
 
     def run():
-        state = at(held["state"], context)
+        state = models.restarted(held["state"], context)
         for _ in range(args.calls):
             state = loop.round_jit(program, weights, state, limits)[0]
         held["state"] = jax.block_until_ready(state)
@@ -114,7 +103,8 @@ def in_loop(program, weights, held: dict, context: int, limits):
     """A run of exactly `args.calls` rounds in one program: as many new tokens, one a round."""
 
     def run():
-        state = loop.finish_jit(program, weights, at(held["state"], context), limits)
+        state = models.restarted(held["state"], context)
+        state = loop.finish_jit(program, weights, state, limits)
         if int(state.rounds) != args.calls:
             raise RuntimeError(f"{int(state.rounds)} rounds, expected {args.calls}")
         held["state"] = state

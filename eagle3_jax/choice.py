@@ -53,7 +53,7 @@ def verified(
 
     Args:
       logits: [B, N, V] of the target after each node. positions: [B, N].
-      draft_probs: [B, num_steps, W] what a chain's levels were drawn from, for sampled drafts.
+      draft_probs: [B, num_steps, V] what a chain's levels were drawn from, for sampled drafts.
     """
     plan, values, steps = program.sampling, limits.sampling, program.rows - 1
     if plan is not None:
@@ -80,7 +80,7 @@ def verified(
     predicted = predicted.at[batch, place].set(accepted.tokens, mode="drop")
     if not program.trace:
         return Verified(accepted, predicted, zeros, zeros, none)
-    given = probs[batch, tree.parents, tree.tokens].at[:, 0].set(1).astype(zeros.dtype)
+    given = verify.node_probs(tree, probs).at[:, 0].set(1).astype(zeros.dtype)
     expected = verify.expected_drafts(plan.rule, tree, probs, draft_probs, steps)
     return Verified(accepted, predicted, zeros, given, expected.astype(zeros.dtype))
 

@@ -132,11 +132,17 @@ def one_hot(
     return _walk(tree, probs, accepts, final_coins, num_steps)
 
 
+def node_probs(tree: Tree, probs: jax.Array) -> jax.Array:
+    """[B, N] of each node's token after its parent, from probs [B, N, V]; nothing for the root."""
+    batch = jnp.arange(tree.tokens.shape[0], dtype=jnp.int32)[:, None]
+    return probs[batch, tree.parents, tree.tokens]
+
+
 def _walk(tree: Tree, probs: jax.Array, accepts, final_coins: jax.Array, num_steps: int):
     """From the root down: the first child that `accepts` takes, until none is taken."""
     B, N, _ = probs.shape
     batch = jnp.arange(B, dtype=jnp.int32)
-    child = probs[batch[:, None], tree.parents, tree.tokens]  # [B, N]
+    child = node_probs(tree, probs)
     is_root = (jnp.arange(N, dtype=jnp.int32) == 0)[None]
     node = jnp.zeros((B,), jnp.int32)
     num_correct = jnp.zeros((B,), jnp.int32)
@@ -309,9 +315,8 @@ def _child_chances(rule: AcceptRule, tree: Tree, probs: jax.Array) -> jax.Array:
     A coin falls to the first sibling whose reach lies above it, so each has what its reach adds to
     the largest before it; certain proposals under `rejection` have their own probability.
     """
-    B, N, _ = probs.shape
-    batch = jnp.arange(B, dtype=jnp.int32)[:, None]
-    child = probs[batch, tree.parents, tree.tokens]
+    N = probs.shape[1]
+    child = node_probs(tree, probs)
     if rule.name == "rejection" or rule.lossless:
         return child
     node = jnp.arange(N, dtype=jnp.int32)
