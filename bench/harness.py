@@ -100,7 +100,7 @@ def provenance() -> dict[str, Any]:
 def write_weights(
     file: Path, shapes: dict[str, tuple[int, ...]], dtype: str, itemsize: int, block: bytes
 ) -> int:
-    """A safetensors file of these tensors, filled with `block` again and again; returns its size."""
+    """A safetensors file of these tensors, filled with `block` over and over; returns its size."""
     header, total = {}, 0
     for name, shape in shapes.items():
         end = total + itemsize * math.prod(shape)
