@@ -20,6 +20,8 @@ def draft_config(claim: Truth, sizes: Sizes) -> DraftConfig:
     """What the package's config of this wiring is; what it cannot say is left out."""
     s = claim.scaling or {}
     scaled = {k: v for k, v in s.items() if k != "rope_type"}
+    if claim.sections is not None:
+        scaled |= {"mrope_section": claim.sections, "mrope_interleaved": claim.interleaved}
     return DraftConfig(
         hidden_size=sizes.hidden,
         target_hidden_size=sizes.target_hidden,
@@ -99,7 +101,7 @@ def raw_config(claim: Truth, sizes: Sizes) -> dict[str, Any]:
         "draft_vocab_size": sizes.draft_vocab if claim.head == "draft" else sizes.vocab,
         "rms_norm_eps": sizes.eps,
         "rope_theta": claim.theta,
-        "rope_scaling": claim.scaling,
+        "rope_scaling": claim.scaling if claim.sections is None else _axes(claim),
         "max_position_embeddings": sizes.window,
         "tie_word_embeddings": False,
         "norm_before_residual": claim.norm_before_residual,
@@ -113,3 +115,8 @@ def raw_config(claim: Truth, sizes: Sizes) -> dict[str, Any]:
         },
     }
     return made
+
+
+def _axes(claim: Truth) -> dict[str, Any]:
+    made = {"rope_type": "default", "mrope_section": list(claim.sections or ())}
+    return made | ({"mrope_interleaved": True} if claim.interleaved else {})

@@ -41,6 +41,7 @@ class Truth:
       boundaries: the states it reads, in order; numbers, or "final_norm".
       residual: what the attention is added to: `"hidden"` (or its norm), or the `"embedding"`.
       rope_pairs: `"half"` or `"interleaved"`. position_clamp: no position is above it.
+      sections, interleaved: of multi-axis rope; the axes in blocks, or in turn.
       window: rows a row sees, itself included; None for all.
       table: the checkpoint's d2t as `"offset"`s, as target `"ids"`, or `"none"` at all.
       kv: committed rows are `"refresh"`ed from target states, `"keep"` what drafting wrote, or have
@@ -63,6 +64,8 @@ class Truth:
     residual: str = "hidden"
     theta: float = 10000.0
     scaling: dict[str, Any] | None = None
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
     rope_pairs: str = "half"
     position_clamp: int | None = None
     window: int | None = None
@@ -122,6 +125,7 @@ class ReferenceDraft:
         self.head = own if truth.head == "draft" else head.astype(np.float64)
         self.rows: list[Row] = []
         self.positions: list[int] = []
+        self.axes: np.ndarray | None = None  # [3, prompt] positions of an image's tokens and text
         self.out = np.zeros(sizes.hidden)
         index = np.arange(len(self.head))
         if len(self.head) < sizes.vocab:
@@ -140,6 +144,20 @@ class ReferenceDraft:
         smooth = np.clip((original / wave - low) / (high - low), 0, 1)
         return (1 - smooth) * frequency / s["factor"] + smooth * frequency
 
+    def place(self, index: int) -> np.ndarray:
+        """[H/2] the position that turns each pair of a row's heads."""
+        clamp, sections = self.truth.position_clamp, self.truth.sections
+        if self.axes is None or sections is None:
+            return np.full(self.sizes.head_dim // 2, index if clamp is None else min(index, clamp))
+        count = self.axes.shape[1]
+        at = np.full(3, self.axes.max() + 1 + index - count)
+        at = self.axes[:, index] if index < count else at
+        axis = np.repeat(np.arange(3), sections)
+        if self.truth.interleaved:
+            turn = np.arange(len(axis)) % 3
+            axis = np.where(np.arange(len(axis)) < 3 * np.array(sections)[turn], turn, 0)
+        return at[axis]
+
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
         scale = np.sqrt((x * x).mean(-1, keepdims=True) + self.sizes.eps)
         return x / scale * self.w[f"{name}.weight"]
@@ -149,8 +167,7 @@ class ReferenceDraft:
         return y + self.w[f"{name}.bias"] if bias else y
 
     def rotate(self, x: np.ndarray, position: int) -> np.ndarray:
-        clamp = self.truth.position_clamp
-        angle = (position if clamp is None else min(position, clamp)) * self.frequency
+        angle = self.place(position) * self.frequency
         c, s = np.cos(angle), np.sin(angle)
         half = self.sizes.head_dim // 2
         out = np.empty_like(x)
