@@ -252,8 +252,7 @@ def _play(
         for i in range(a + 1):
             kept = found.rows[i] if truth.kv == "keep" and i < min(a, len(found.rows)) else None
             if truth.kv == "hole" and a == tree.num_steps and i == a - 1:
-                zero = np.zeros((draft.sizes.kv_heads, draft.sizes.head_dim))
-                kept = (zero, zero)
+                kept = [(0 * key, 0 * value) for key, value in draft.rows[-1]]
             commit(length + i, kept)
         proposed = tuple(int(t) for t in found.tokens) if tree.topk == 1 else None
         rounds.append(EngineRound(length, a, proposed, tokens[-1]))

@@ -59,6 +59,19 @@ def compare(
             same = proposed[:upto, i].tolist() == list(engine.proposed[:upto])
         if not same:
             different.append(i)
+    return _agreement(name, chains, accepted, different)
+
+
+def compare_counts(name: str, chains: Sequence[Chain], accepted: np.ndarray) -> Agreement:
+    """Accepted counts [rounds] alone beside the engine's, as trees leave no proposed chain."""
+    engines = [chain.engine for chain in chains]
+    different = [i for i, e in enumerate(engines) if e is None or e.accepted != int(accepted[i])]
+    return _agreement(name, chains, accepted, different)
+
+
+def _agreement(
+    name: str, chains: Sequence[Chain], accepted: np.ndarray, different: list[int]
+) -> Agreement:
     first = None
     if different:
         chain = chains[different[0]]

@@ -67,6 +67,13 @@ class Material:
         matrix = self.shared.embedding if what == "embed" else self.shared.head
         return [*owners, "target"] if len(matrix) else owners
 
+    def embedding(self, owner: str) -> jax.Array:
+        """[V, D] float32, the target's or the draft's own."""
+        if owner == "draft":
+            return jnp.asarray(self.tensors["embed.weight"])
+        assert self.shared is not None
+        return self.shared.embedding.astype(jnp.float32)
+
     @functools.cached_property
     def embedded(self) -> np.ndarray:
         """[2, T, D]: the tokens in the target's embedding and in the draft's own."""
