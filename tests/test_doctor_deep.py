@@ -5,12 +5,14 @@ import json
 
 import numpy as np
 import pytest
+from scripted_checkpoint import canonical_tensors
 from scripted_draft import Truth
 from scripted_records import Request, make
 from selection import by_default
 
 from eagle3_jax.config import ConfigError, TreeConfig
 from eagle3_jax.doctor import diagnose
+from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.replay import replay
 from eagle3_jax.wirings.material import Material
 from eagle3_jax.wirings.pack import pack
@@ -99,14 +101,13 @@ def test_right_ones_are_not_cured(truth):
     assert d.agreements[0].different == 0
 
 
-@pytest.mark.parametrize(
-    ("truth", "policy"),
-    by_default(
-        [(DEEP, "keep"), (DEEP, "hole"), (LATENT, "keep"), (LATENT, "hole")], lambda i, _: i == 1
-    ),
-)
-def test_cache_policies_of_deep_and_latent_drafts(truth, policy):
+POLICIES = [(DEEP, "keep"), (DEEP, "hole"), (LATENT, "keep"), (LATENT, "hole")]
+
+
+@pytest.mark.parametrize("case", by_default(POLICIES, lambda i, _: i == 1))
+def test_cache_policies_of_deep_and_latent_drafts(case):
     """Rows of a later layer depend on what the first one's cache holds."""
+    truth, policy = case
     s = scripted(changed(truth, kv=policy))
     d = check_up(s, truth)
     assert (d.verdict, d.explained) == ("engine_differs", policy)
@@ -118,10 +119,6 @@ def test_what_cannot_be_tried_is_said():
     spare = s.draft(DEEP)
     assert check_up(s, record=without_rounds(s.record)).not_tried == []
     lone = dataclasses.replace(spare.config, next_spare_norm=False)
-    from scripted_checkpoint import canonical_tensors
-
-    from eagle3_jax.draft import Eagle3Draft
-
     tensors = canonical_tensors(DEEP, s.weights)
     del tensors["layers.1.norm_hidden.weight"]
     draft = Eagle3Draft.from_tensors(lone, tensors, "float32")
