@@ -141,24 +141,42 @@ def probabilities(logits: jax.Array, plan: SamplingPlan, values: SamplingValues)
     probs = jax.nn.softmax(logits / values.temperature, axis=-1)
     if not plan.sorts:
         return probs
-    order = jnp.argsort(probs, axis=-1, stable=True, descending=True)
-    best = jnp.take_along_axis(probs, order, axis=-1)
+    # Only values are sorted: to carry ids along and to sort back by them costs three sorts.
+    ordered = best = jnp.sort(probs, axis=-1, descending=True)
+    sums = []
     if plan.top_k:
         rank = jnp.arange(best.shape[-1], dtype=jnp.int32)
-        best = _only(best, (rank < values.top_k)[None, None])
+        best = _only(best, (rank < values.top_k)[None, None], sums)
     if plan.top_p:
-        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p)
+        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p, sums)
     if plan.min_p:
-        best = _only(best, best >= values.min_p * best[..., :1])
-    back = jnp.argsort(order, axis=-1)
-    return jnp.take_along_axis(best, back, axis=-1)
+        best = _only(best, best >= values.min_p * best[..., :1], sums)
+    probs = jnp.where(_first(probs, ordered, jnp.sum(best > 0, axis=-1)), probs, 0)
+    for total in sums:
+        probs = probs / total
+    return probs
 
 
-def _only(probs: jax.Array, kept: jax.Array) -> jax.Array:
-    """What is kept, summing to one; the most likely always is."""
-    first = jnp.arange(probs.shape[-1], dtype=jnp.int32)[None, None] == 0
-    probs = jnp.where(kept | first, probs, 0)
-    return probs / jnp.sum(probs, axis=-1, keepdims=True)
+def _only(best: jax.Array, kept: jax.Array, sums: list[jax.Array]) -> jax.Array:
+    """What is kept, summing to one; the most likely always is. Its sum joins `sums`."""
+    first = jnp.arange(best.shape[-1], dtype=jnp.int32)[None, None] == 0
+    best = jnp.where(kept | first, best, 0)
+    sums.append(jnp.sum(best, axis=-1, keepdims=True))
+    return best / sums[-1]
+
+
+def _first(probs: jax.Array, ordered: jax.Array, count: jax.Array) -> jax.Array:
+    """Which of probs [B, T, V] are the `count` [B, T] largest; of equal ones the lower ids.
+
+    Args:
+      ordered: the same, largest first.
+    """
+    count = count.astype(jnp.int32)[..., None]
+    least = jnp.take_along_axis(ordered, count - 1, axis=-1)
+    room = count - jnp.sum(ordered > least, axis=-1, keepdims=True, dtype=jnp.int32)
+    equal = probs == least
+    earlier = jnp.cumsum(equal, axis=-1, dtype=jnp.int32)
+    return (probs > least) | (equal & (earlier <= room))
 
 
 def path_counts(tree: Tree, counts: jax.Array) -> jax.Array:

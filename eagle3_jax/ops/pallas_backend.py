@@ -7,7 +7,7 @@ or a small tree has 16 to 32 (nodes times the heads of a group); from 64 rows on
 same instruction (wgmma). Its API has other names in the two jax versions this project supports.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.experimental import pallas as pl
@@ -27,8 +27,12 @@ def call(
     warps: int,
     stages: int,
     interpret: bool,
+    aliases: Mapping[int, int] | None = None,
 ) -> Callable:
-    """`pl.pallas_call` on the Triton backend: without compiler parameters jax picks one itself."""
+    """`pl.pallas_call` on the Triton backend: without compiler parameters jax picks one itself.
+
+    `aliases`: input -> the output that overwrites it.
+    """
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -37,4 +41,5 @@ def call(
         out_shape=out_shape,
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
     )
