@@ -218,14 +218,37 @@ FINAL, NODES, DRAFTS = range(3)
 """Streams of `coins`: the token after the last accepted node, acceptance, drafts by level."""
 
 
+BLOCK = 256
+
+
 def draw(weights: jax.Array, coin: jax.Array) -> jax.Array:
     """[...] int32: the first id where the running sum of weights [..., V] exceeds coin x total.
 
     Rounding can leave none: then the last id of any weight (SGLang
-    `tree_speculative_sampling_target_only`).
+    `tree_speculative_sampling_target_only`). A large vocabulary is added up by blocks of ids, and
+    only the block where the sum is reached id by id: half the launches on a GPU, where the running
+    sum of all of them also ran out of registers.
     """
-    total = jnp.cumsum(weights, axis=-1)
-    exceeds = (total > (coin * total[..., -1])[..., None]) & (weights > 0)
+    size = weights.shape[-1]
+    if size <= 2 * BLOCK:
+        total = jnp.cumsum(weights, axis=-1)
+        return _reached(total, weights, coin * total[..., -1])
+    blocks = -(-size // BLOCK)
+    pad = [(0, 0)] * (weights.ndim - 1) + [(0, blocks * BLOCK - size)]
+    parts = jnp.pad(weights, pad).reshape(*weights.shape[:-1], blocks, BLOCK)
+    sums = jnp.sum(parts, axis=-1)
+    total = jnp.cumsum(sums, axis=-1)
+    goal = coin * total[..., -1]
+    block = _reached(total, sums, goal)[..., None]
+    before = jnp.where(block > 0, jnp.take_along_axis(total, jnp.maximum(block - 1, 0), axis=-1), 0)
+    part = jnp.take_along_axis(parts, block[..., None], axis=-2)[..., 0, :]
+    within = _reached(before + jnp.cumsum(part, axis=-1), part, goal)
+    return block[..., 0] * BLOCK + within
+
+
+def _reached(total: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """[...] int32: where the running sum of weights [..., n] first exceeds the goal [...]."""
+    exceeds = (total > goal[..., None]) & (weights > 0)
     index = lax.broadcasted_iota(jnp.int32, weights.shape, weights.ndim - 1)
     last = jnp.max(jnp.where(weights > 0, index, 0), axis=-1)
     return jnp.where(
