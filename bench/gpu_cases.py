@@ -15,7 +15,7 @@ from models import PAIRS, TREES, Pair
 
 from eagle3_jax import loop, sharding
 from eagle3_jax.config import SamplingConfig, TreeConfig
-from eagle3_jax.ops.attention import attend_causal
+from eagle3_jax.ops.attention import attend, attend_causal
 from eagle3_jax.ops.tree_attention import tree_attention
 from eagle3_jax.sampling import SamplingPlan, SamplingValues
 from eagle3_jax.sampling_config import AcceptRule
@@ -25,6 +25,7 @@ CAPACITY = 64
 LARGE = 2**20
 """Elements from which an array counts as a weight that must not be copied."""
 KERNEL = "tree_attention_kernel"
+MOSAIC = "mosaic_attention_kernel"
 KERNEL_BUDGET = 64 * 2**20
 """Bytes of partial results of one call's splits."""
 
@@ -103,7 +104,7 @@ CASES = (
     Case("llama-3.1-8b", None, 2048, sampled=CUT),
     Case("qwen3-8b", "3/4/8", 32768, sampled=CUT),
     Case("qwen3-8b", "3/1/4", 2048, sampled=DRAWN),
-    *(Case("llama-3.1-8b", "3/4/8", 32768, "start", dtype=of) for of in ("bfloat16", "float32")),
+    Case("llama-3.1-8b", "3/4/8", 32768, "start"),
     Case("llama-3.3-70b", "3/4/8", 2048, devices=8),
     Case("llama-3.3-70b", "5/8/32", 32768, "finish", devices=8),
 )
@@ -195,11 +196,7 @@ def compile_case(case: Case, layers: int | None) -> Row:
 
 
 def jitted(case: Case, program: Program, weights, state, limits) -> tuple:
-    """The function to compile and its arguments.
-
-    Over several devices the new state is asked for where the old one lies: XLA would choose a
-    split of its own, and could not write it in place.
-    """
+    """The function to compile and its arguments."""
     if case.what == "start":
         slots, where = state.target_cache.k[0].shape[1], state.length.sharding
         prompts, lengths = (
@@ -213,17 +210,8 @@ def jitted(case: Case, program: Program, weights, state, limits) -> tuple:
             )
 
         return jax.jit(start), weights, prompts, lengths, limits
-    if case.devices == 1:
-        function = {"round": loop.round_jit, "finish": loop.finish_jit}[case.what]
-        return function, program, weights, state, limits
-
-    def run(weights, state, limits):
-        if case.what == "finish":
-            return loop.finish(program, weights, state, limits)
-        return loop.round_(program, weights, state, limits)[0]
-
-    where = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(run, donate_argnums=1, out_shardings=where), weights, state, limits
+    function = {"round": loop.round_jit, "finish": loop.finish_jit}[case.what]
+    return function, program, weights, state, limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,10 +231,12 @@ class KernelCase:
     sinks: bool = False
     latent: int | None = None  # width of the values within the keys
     prefill: bool = False  # of `slots` rows
+    mosaic: bool = False
 
     def __str__(self) -> str:
         rows = "prefill" if self.prefill else f"T {self.rows}"
-        parts = [f"kernel {self.dtype} H {self.width} {rows} G {self.group}"]
+        what = "mosaic" if self.mosaic else "kernel"
+        parts = [f"{what} {self.dtype} H {self.width} {rows} G {self.group}"]
         parts += [f"K {self.kv_heads}"] * (self.kv_heads != 8)
         parts += [f"batch {self.batch}"] * (self.batch > 1)
         parts += [f"{self.slots // 1024}k"]
@@ -276,6 +266,11 @@ KERNEL_CASES = (
     KernelCase(0, 256, softcap=50.0, window=4096, prefill=True),
     KernelCase(0, 64, group=8, sinks=True, window=128, prefill=True),
     KernelCase(0, 576, 64, 1, latent=512, prefill=True),
+    *(KernelCase(rows, 128, mosaic=True) for rows in (1, 8, 32, 64)),
+    *(KernelCase(8, width, mosaic=True) for width in (64, 256)),
+    KernelCase(8, 128, batch=8, mosaic=True),
+    KernelCase(10, 128, words=3, softcap=50.0, mosaic=True),
+    KernelCase(8, 128, dtype="float16", mosaic=True),
 )
 
 
@@ -303,6 +298,11 @@ def compile_kernel(case: KernelCase) -> Row:
         "width": case.latent,
     }
     run = functools.partial(tree_attention, **options)
+    if case.mosaic:
+        arrays = arrays[:5]
+        run = functools.partial(
+            attend, implementation="mosaic", scale=case.width**-0.5, softcap=case.softcap
+        )
     if case.prefill:
         q, k, v, *_, sinks = arrays
         arrays = (q, k, v, sinks)
@@ -312,7 +312,7 @@ def compile_kernel(case: KernelCase) -> Row:
 
     made = h200.compile_for(jax.jit(run), *h200.place(arrays, mesh), on=mesh)
     wanted = Expected(
-        kernel=KERNEL,
+        kernel=MOSAIC if case.mosaic else KERNEL,
         calls=1,
         cache=frozenset({cache.size}),
         weights=frozenset(),

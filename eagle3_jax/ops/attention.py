@@ -62,8 +62,9 @@ def attend(
     Args:
       softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
       sinks: one logit a head that takes its share of the softmax and weighs nothing (gpt-oss).
-      implementation: `"xla"`, the einsum; `"pallas"`, the kernel; `"interpret"`, the kernel as
-        plain array operations, on any platform. None: what `use_attention` says, else the kernel
+      implementation: `"xla"`, the einsum; `"pallas"`, the kernel; `"mosaic"`, its twin for Hopper
+        (`mosaic_attention`) where that takes the arguments; `"interpret"`, the kernel as plain
+        array operations, on any platform. None: what `use_attention` says, else the kernel
         in programs for CUDA and the einsum in others. What the kernel does not take (float64,
         very wide keys: `tree_attention.takes`) is the einsum's in any case. The kernel has no
         derivative.
@@ -81,6 +82,11 @@ def attend(
         return jnp.where(some[:, :, None, None], out, jnp.zeros((), out.dtype))
 
     def kernel(*arrays, interpret):
+        if mosaic:
+            from eagle3_jax.ops.mosaic_attention import mosaic_attention
+
+            run = functools.partial(mosaic_attention, scale=scale, softcap=softcap)
+            return _over_mesh(lambda *a: run(*a[:-2]), arrays)
         run = functools.partial(
             tree_attention,
             scale=scale,
@@ -91,9 +97,19 @@ def attend(
         )
         return _over_mesh(run, arrays)
 
+    mosaic = which.chosen(implementation) == "mosaic" and _mosaic_takes(
+        q, k, v, plain=window is None and sinks is None
+    )
     positions = None if window is None else (window.queries, window.keys)
     arrays = (q, k, v, lengths, ancestors, positions, sinks)
     return which.run(einsum, kernel, arrays, takes=takes(q, k), implementation=implementation)
+
+
+def _mosaic_takes(*arrays, plain: bool) -> bool:
+    # Imported where it is asked for: a program for a CPU does without Mosaic's packages.
+    from eagle3_jax.ops.mosaic_attention import takes
+
+    return takes(*arrays, plain=plain)
 
 
 def _over_mesh(kernel, arrays) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
-Implementation = Literal["xla", "pallas", "interpret"]
+Implementation = Literal["xla", "pallas", "mosaic", "interpret"]
 
 _chosen = jax.make_user_context(None)
 
@@ -15,7 +15,8 @@ _chosen = jax.make_user_context(None)
 def use_attention(implementation: Implementation | None) -> contextlib.AbstractContextManager:
     """`with use_attention("xla"):` says what attention inside runs by, in this thread.
 
-    What stands around it goes by the same word: the rotation, the writes to the cache. The choice
+    What stands around it goes by the same word: the rotation, the writes to the cache (for
+    `"mosaic"` the kernels of Pallas's Triton backend, as for what it does not take). The choice
     is part of the key of every `jax.jit` cache: no program of another one is reused.
 
     Raises:
