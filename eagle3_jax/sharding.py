@@ -73,7 +73,7 @@ def cache_specs(cache: KVCache, model: int) -> KVCache:
         heads = buffer.shape[2]
         if heads > 1 and heads % model:
             raise ConfigError(f"{heads} key/value heads do not divide by {model} devices")
-        return P(DATA, None, MODEL if heads > 1 else None, None)
+        return P(DATA, None, MODEL) if heads > 1 else P(DATA)
 
     return jax.tree.map(spec, cache)
 
@@ -122,7 +122,10 @@ def _divided(x: jax.Array, spec: P, mesh: Any) -> P:
     def kept(name: str | None, size: int) -> str | None:
         return name if name in sizes and size % sizes[name] == 0 else None
 
-    return P(*map(kept, spec, x.shape))
+    names = [*map(kept, spec, x.shape)]
+    while names and names[-1] is None:  # as XLA spells what it returns: else jit compiles again
+        names.pop()
+    return P(*names)
 
 
 def put(arrays: Any, specs: Any, mesh: Mesh) -> Any:
