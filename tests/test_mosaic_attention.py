@@ -23,8 +23,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "softcap"), by_default(CASES, lambda i, _: i in (1, 3)))
-def test_the_body_is_attention(by_hand, shape, dtype, softcap):  # noqa: F811
+@pytest.mark.parametrize("which", by_default(CASES, lambda i, _: i in (1, 3)), ids=str)
+def test_the_body_is_attention(by_hand, which):  # noqa: F811
+    shape, dtype, softcap = which
     case = draw(np.random.default_rng(shape[1]), dtype, shape, softcap=softcap)
     case.check(case.run(by_hand))
 
