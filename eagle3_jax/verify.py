@@ -146,13 +146,12 @@ def _walk(tree: Tree, probs: jax.Array, accepts, final_coins: jax.Array, num_ste
     is_root = (jnp.arange(N, dtype=jnp.int32) == 0)[None]
     node = jnp.zeros((B,), jnp.int32)
     num_correct = jnp.zeros((B,), jnp.int32)
-    going = jnp.ones((B,), bool)
     path = [node]
     for _ in range(num_steps):
         siblings = (tree.parents == node[:, None]) & ~is_root
         mine = jnp.where(siblings, child, 0)
         before = jnp.cumsum(mine, axis=1) - mine
-        taken = siblings & accepts(mine, before, node) & going[:, None]
+        taken = siblings & accepts(mine, before, node)  # once none is, none is any more
         going = jnp.any(taken, axis=1)
         node = jnp.where(going, jnp.argmax(taken, axis=1).astype(jnp.int32), node)
         path.append(jnp.where(going, node, 0))

@@ -83,5 +83,5 @@ class Language:
 
 
 def _only(p: np.ndarray, kept: list[int]) -> np.ndarray:
-    left = np.where(np.isin(np.arange(self.size), kept), p, 0)
+    left = np.where(np.isin(np.arange(len(p)), kept), p, 0)
     return left / left.sum()
