@@ -9,6 +9,7 @@ these tests together would be rejected by chance (Bonferroni). Three wrong rules
 the tokens, show that the same tests reject what does not follow the target.
 """
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -231,13 +232,16 @@ def main():
             texts = write(target, draft, WAYS[name], given, seeds)
             add(one, texts, prompts, places(given, texts.tokens, rng))
             one.seconds += time.monotonic() - began
+            told = f"{name}: {one.tokens} tokens in {one.seconds:.0f} s"
+            print(told, file=sys.stderr, flush=True)
         turn += 1
         minutes = (time.monotonic() - start) / 60
-        print(f"{turn} batches, {minutes:.1f} min", file=sys.stderr, flush=True)
-        if min(one.tokens for one in found.values()) >= follows.LEAST * follows.CELLS:
-            result = report(found)
         if minutes > args.minutes:
             break
+        if args.out is not None and turn % 4 == 0:
+            with contextlib.redirect_stdout(sys.stderr):
+                report(found)
+    result = report(found)
     wrong = {name for name, way in result["ways"].items() if way["rejected"]}
     return wrong == {name for name, way in WAYS.items() if way.wrong}
 

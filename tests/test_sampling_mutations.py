@@ -8,6 +8,7 @@ import jax
 import pytest
 import sampling_checks
 from sampling_checks import CHECKS, Modules
+from selection import by_default
 
 MODULES = ("sampling", "verify", "expected")
 """In the order in which they import each other."""
