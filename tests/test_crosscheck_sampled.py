@@ -23,8 +23,9 @@ from eagle3_jax.crosscheck import (
     ours,
     read_run,
 )
+from eagle3_jax.crosscheck.placing import acceptance_by_rule
 from eagle3_jax.crosscheck.processed import Placed, Texts, place, texts_of
-from eagle3_jax.crosscheck.sampled import Sampled, acceptance_by_rule
+from eagle3_jax.crosscheck.sampled import Sampled
 from eagle3_jax.crosscheck.sampled_causes import Emitted, Group
 from eagle3_jax.crosscheck.sampled_rule import judge_rule
 from eagle3_jax.layers import Rows

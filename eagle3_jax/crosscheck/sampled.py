@@ -22,7 +22,7 @@ from eagle3_jax.crosscheck.goodness import (
 )
 from eagle3_jax.crosscheck.noise import Noise
 from eagle3_jax.crosscheck.ours import Ours, Taught
-from eagle3_jax.crosscheck.processed import acceptance_by_rule, place, texts_of
+from eagle3_jax.crosscheck.processed import place, texts_of
 from eagle3_jax.crosscheck.result import Divergence
 from eagle3_jax.crosscheck.sampled_causes import (
     AT_REST,
@@ -36,7 +36,7 @@ from eagle3_jax.crosscheck.tokens import listed_ids
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 from eagle3_jax.sampling import check_bias
 
-__all__ = ["Sampled", "acceptance_by_rule", "sampling_config"]
+__all__ = ["Sampled", "sampling_config"]
 
 LEAST = 1e-6
 """A temperature below is greedy (SGLang `sampling_params._SAMPLING_EPS`)."""
