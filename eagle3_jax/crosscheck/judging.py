@@ -9,6 +9,7 @@ import numpy as np
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.crosscheck import causes, probes
 from eagle3_jax.crosscheck.counts import COUNTED, check_counts, check_totals, rounded_counts
+from eagle3_jax.crosscheck.emitted import emitted_of
 from eagle3_jax.crosscheck.evidence import Evidence, to_target, tree_of
 from eagle3_jax.crosscheck.metrics import distance
 from eagle3_jax.crosscheck.noise import Noise, measure
@@ -17,7 +18,6 @@ from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, se
 from eagle3_jax.crosscheck.rounds import Context, Seen, compare_round
 from eagle3_jax.crosscheck.sampled import Sampled
 from eagle3_jax.crosscheck.sampled_rule import (
-    emitted_of,
     judge_rule,
     said_rule,
     uncut_counts,
@@ -134,7 +134,7 @@ class Comparison:
         self.rounds = [[] for _ in self.requests]
         if self.tree is not None:
             self.rounds = self.ours.free(self.requests)
-        self.sampled = Sampled(self.run, self.requests, self.ours, self.taught)
+        self.sampled = Sampled(self.run, self.requests, self.ours, self.taught, self.rounds)
         self.notes += self.sampled.notes
         self.noise = self._noise(reference)
         found: list[Divergence] = []

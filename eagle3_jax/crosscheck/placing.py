@@ -61,14 +61,14 @@ def placed(
     values: SamplingValues,
     lift: jax.Array,  # []
     proposals: tuple[jax.Array, jax.Array] | None,  # draft logits [R, W], target ids [W]
-    counted: tuple[jax.Array, jax.Array],  # [R] bool, [R, k]; V for none
+    counted: tuple[jax.Array, ...],  # [R] bool; [R, k] and [R, k] ids, V for none
 ) -> list[jax.Array]:
     """The fields of `Placed`, [R / CHUNK, CHUNK, ...] each."""
     target: Target = structure.build(leaves)
     V, row = target.config.vocab_size, jnp.arange(CHUNK, dtype=jnp.int32)
 
     def chunk(before: jax.Array, part: tuple[Any, ...]):
-        x, given, fresh, asked, drafted, kept, left_out = part
+        x, given, fresh, asked, drafted, kept, left_out, also = part
         request = jnp.cumsum(fresh.astype(jnp.int32))  # 0: the one of the chunk before
         which = jax.nn.one_hot(jnp.where(kept, given, V), V, dtype=before.dtype)
         same = request[:, None] == request[None, :]
@@ -76,6 +76,7 @@ def placed(
         goes_on = (request == 0).astype(before.dtype)
         counts = earlier.astype(before.dtype) @ which + goes_on[:, None] * before[None]
         counts = counts.at[row[:, None], left_out].add(-1, mode="drop")
+        counts = counts.at[row[:, None], also].add(1, mode="drop")
         after = same[-1].astype(before.dtype) @ which + goes_on[-1] * before
         z = adjust(target.logits(x)[None], counts[None].astype(jnp.int32), EVERYTHING, values)[0]
         z = z.at[row, given].add(lift)
@@ -91,8 +92,7 @@ def placed(
         parts(first),
         parts(listed),
         None if proposals is None else (parts(proposals[0]), _each(proposals[1], states)),
-        parts(counted[0]),
-        parts(counted[1]),
+        *map(parts, counted),
     )
     return lax.scan(chunk, jnp.zeros((V,), jnp.float32), chunks)[1]
 

@@ -121,12 +121,13 @@ class Counted:
     """Which tokens before each one its penalties count, where that is not all of the output's.
 
     Attributes:
-      kept: [R] whether later tokens count this one. left_out: [R, k] ids that this one does not
-        count although they came before, -1 for none.
+      kept: [R] whether later tokens count this one. left_out, also: [R, k] ids that are counted
+        once less and once more for this one, -1 for none.
     """
 
     kept: np.ndarray
     left_out: np.ndarray
+    also: np.ndarray
 
 
 def place(
@@ -199,13 +200,16 @@ def _drafts(ours: Ours, text: Sequence[int], aux: np.ndarray) -> np.ndarray:
     return np.asarray(draft_pass(structure, leaves, shared, *given)[3][0])
 
 
-def _counted(texts: Texts, counted: Counted | None, vocab_size: int):
-    """[R] bool and [R, k] ids, `vocab_size` for none, padded to the texts' rows."""
+def _counted(texts: Texts, counted: Counted | None, vocab_size: int) -> tuple[np.ndarray, ...]:
+    """Its fields padded to the texts' rows, `vocab_size` for no id."""
     size = len(texts.tokens)
     if counted is None:
-        return np.ones(size, bool), np.full((size, 1), vocab_size, np.int32)
-    ids = np.where(counted.left_out < 0, vocab_size, counted.left_out).astype(np.int32)
-    return _filled(counted.kept, size, True), _filled(ids, size, vocab_size)
+        nothing = np.full((size, 1), vocab_size, np.int32)
+        return np.ones(size, bool), nothing, nothing
+    ids = [
+        np.where(x < 0, vocab_size, x).astype(np.int32) for x in (counted.left_out, counted.also)
+    ]
+    return _filled(counted.kept, size, True), *(_filled(x, size, vocab_size) for x in ids)
 
 
 def _filled(x: np.ndarray, size: int, value: bool | int = 0) -> np.ndarray:
