@@ -33,68 +33,19 @@ from eagle3_jax.crosscheck.sampled_causes import (
     shown,
     without,
 )
+from eagle3_jax.crosscheck.sampled_requests import (
+    NO_EFFECT,
+    NOT_COMPUTED,
+    is_sampled,
+    sampling_config,
+    undecidable,
+)
 from eagle3_jax.crosscheck.tokens import listed_ids
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 from eagle3_jax.sampling import check_bias
 from eagle3_jax.trace import Round
 
 __all__ = ["Sampled", "sampling_config"]
-
-LEAST = 1e-6
-"""A temperature below is greedy (SGLang `sampling_params._SAMPLING_EPS`)."""
-NO_EFFECT = {
-    *("temperature", "max_new_tokens", "max_tokens", "max_completion_tokens", "ignore_eos", "n"),
-    *("stop", "stop_token_ids", "stop_regex", "skip_special_tokens", "no_stop_trim", "seed"),
-    *("spaces_between_special_tokens", "stream_interval", "sampling_seed", "rule", "logprobs"),
-    *("return_token_ids", "top_logprobs", "detokenize", "include_stop_str_in_output", "user"),
-}
-NOT_COMPUTED = {
-    *("json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "min_tokens"),
-    *("beam_width", "custom_params", "watermark", "response_format", "bad_words"),
-    *("allowed_token_ids", "logits_processors", "guided_decoding", "structured_outputs"),
-}
-"""They change the distribution in ways that nothing here computes."""
-
-
-def sampling_config(request: EngineRequest) -> SamplingConfig:
-    """The parameters of a request by SGLang's names and defaults; greedy is `top_k=1`.
-
-    Raises:
-      CrosscheckError: a value that SGLang refuses, or no parameters.
-    """
-    given = {k: v for k, v in (request.sampling or {}).items() if v is not None}
-    found: dict[str, Any] = {name: given[name] for name in AT_REST if name in given}
-    temperature = request.temperature if request.temperature is not None else 1.0
-    if temperature < LEAST:
-        found["top_k"], temperature = 1, 1.0
-    try:
-        return SamplingConfig(temperature, **found)
-    except ConfigError as error:
-        raise CrosscheckError(f"request {request.name}: sampling parameters: {error}") from None
-
-
-def is_sampled(request: EngineRequest) -> bool:
-    """At a temperature, or greedy on logits that penalties or a bias change."""
-    if request.temperature is None or request.temperature >= LEAST:
-        return bool(request.temperature)
-    config = sampling_config(request)
-    return config.penalises or bool(config.logit_bias)
-
-
-def _undecidable(request: EngineRequest, engine: str) -> str | None:
-    """Why a request's distribution is not known."""
-    if request.sampling is None:
-        return "its sampling parameters are not in the results"
-    given = {k for k, v in request.sampling.items() if v and k in NOT_COMPUTED}
-    if given:
-        return f"{', '.join(sorted(given))} changes the distribution in ways not computed here"
-    config = sampling_config(request)
-    if engine == "vllm":
-        if config.repetition_penalty != 1 or (config.logit_bias and config.penalises):
-            return "vLLM's repetition penalty counts the prompt, and its bias comes first"
-        if config.min_p and (config.top_k is not None or config.top_p < 1):
-            return "vLLM applies min_p before top_k and top_p"
-    return None
 
 
 class Sampled:
@@ -129,7 +80,7 @@ class Sampled:
             if not is_sampled(request):
                 continue
             why = "no target was given" if ours.recorded else None
-            why = why or _undecidable(request, run.settings.engine)
+            why = why or undecidable(request, run.settings.engine)
             if why is not None:
                 self.undecidable[i] = why
                 continue
@@ -170,8 +121,9 @@ class Sampled:
         if found:
             code, cause = causes.forbidden(found, self.tokens)
             return [dataclasses.replace(d, code=code, cause=cause) for d in found]
-        if self.counting:
-            return [self._counted_otherwise()]
+        counted = self._counted_otherwise(causes.counting_by_likelihood())
+        if counted is not None:
+            return [counted]
         chance = self._p_value()
         greedy = causes.greedy()
         if chance >= REJECT and greedy is None:
@@ -197,14 +149,18 @@ class Sampled:
             )
         ]
 
-    def _counted_otherwise(self) -> Divergence:
-        """Every token is allowed, but logprobs show other penalties."""
-        number, way = next(iter(self.counting.items()))
+    def _counted_otherwise(self, by_text: str | None) -> Divergence | None:
+        """Every token is allowed, but logprobs or the text show other penalties."""
+        number, way = next(iter(self.counting.items()), (0, by_text))
+        if way is None:
+            return None
+        logged = number in self.counting
+        what = f"the logprobs of {len(self.counting)} requests are" if logged else "the text is"
         return Divergence(
             kind="acceptance differs",
-            request=number,
-            tensor="output_logprobs",
-            detail=f"the logprobs of {len(self.counting)} requests are those of other penalties",
+            request=number if logged or len(self.requests) == 1 else -1,
+            tensor="output_logprobs" if logged else "output_ids",
+            detail=f"{what} of other penalties",
             code=CODE,
             cause=WORDS[way],
             order=(10**5, 0),

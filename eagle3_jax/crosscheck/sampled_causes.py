@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import SamplingConfig
-from eagle3_jax.crosscheck import round_penalties
 from eagle3_jax.crosscheck.emitted import Emitted
 from eagle3_jax.crosscheck.goodness import (
     FEW,
@@ -23,6 +22,8 @@ from eagle3_jax.crosscheck.noise import Noise
 from eagle3_jax.crosscheck.ours import Ours
 from eagle3_jax.crosscheck.processed import Placed, Texts, place
 from eagle3_jax.crosscheck.result import Divergence
+from eagle3_jax.crosscheck.round_penalties import CODE as COUNTED
+from eagle3_jax.crosscheck.round_penalties import WAYS, WORDS, counted_in
 from eagle3_jax.crosscheck.types import EngineRequest, Settings
 
 AT_REST: dict[str, Any] = {
@@ -123,7 +124,7 @@ class Causes:
         counting = self._counting()
         if counting is not None:
             count = f"{len(found)} of {tokens} tokens {'is' if len(found) == 1 else 'are'}"
-            return round_penalties.CODE, f"{counting}: else {count} forbidden"
+            return COUNTED, f"{counting}: else {count} forbidden"
         skipped = [g.common() for g in self.groups if g.forbidden is not None and g.forbidden.any()]
         names = set.intersection(*skipped) if skipped else set()
         best = self._fits()
@@ -160,8 +161,8 @@ class Causes:
         most = max(fits.values())
         if other and most - max(other) < GAIN:
             return None
-        near = [w for w in round_penalties.WAYS if w in fits and most - fits[w] < GAIN]
-        return " or ".join(round_penalties.WORDS[w] for w in near)
+        near = [w for w in WAYS if w in fits and most - fits[w] < GAIN]
+        return " or ".join(WORDS[w] for w in near)
 
     def _likely(self, names: set[str]) -> list[str]:
         """Of processors that each explain what is forbidden, those that fit the text best."""
@@ -194,11 +195,11 @@ class Causes:
             placed = [self._placed(g, without(g.config, names)) for g in self.groups]
             words = "all processors" if len(names) > 1 else "".join(names)
             found.append(self._entry(placed, SKIPPED, f"{words} ignored"))
-        for way in round_penalties.WAYS if any(g.config.penalises for g in self.groups) else ():
-            placed = [self.counting(g, way) for g in self.groups]
-            if all(p is not None for p in placed):
-                words = round_penalties.WORDS[way]
-                found.append(self._entry(placed, round_penalties.CODE, words))
+        for way in WAYS if any(g.config.penalises for g in self.groups) else ():
+            counting = [self.counting(g, way) for g in self.groups]
+            known = [p for p in counting if p is not None]
+            if len(known) == len(counting):
+                found.append(self._entry(known, COUNTED, WORDS[way]))
         return sorted(found, reverse=True)
 
     def _temperature(self) -> tuple[float, str, str]:
@@ -214,11 +215,27 @@ class Causes:
             tried.append(self._entry(placed, TEMPERATURE, words))
         return max(tried)
 
+    def counting_by_likelihood(self) -> str | None:
+        """The way to count penalised tokens that the text shows beyond `REJECT`.
+
+        Under the right distribution the ratio of another's likelihood to its own exceeds x with a
+        probability of 1/x at most, whatever the number of tokens (Markov).
+        """
+        fits = {}
+        for way in WAYS if any(g.config.penalises for g in self.groups) else ():
+            placed = [self.counting(g, way) for g in self.groups]
+            if all(p is not None for p in placed):
+                fits[way] = sum(log_likelihood(p.p) for p in placed if p is not None)
+        best = max(fits, key=fits.__getitem__, default=None)
+        if best is None or fits[best] - self.reported < math.log(len(fits) / REJECT):
+            return None
+        return best
+
     def counting(self, group: Group, way: str, lift: float = 0.0) -> Placed | None:
         """All rows with penalties for what `way` counts; None where that is not known."""
         if not group.config.penalises:
             return group.placed
-        found = round_penalties.counted_in(group.texts, self.requests, self.emitted, way)
+        found = counted_in(group.texts, self.requests, self.emitted, way)
         if found is None:
             return None
         return place(self.ours, group.texts, group.config, lift=lift, counted=found)
