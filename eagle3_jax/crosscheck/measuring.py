@@ -1,6 +1,8 @@
-"""What a comparison starts from: the requests that can be compared, and the noise between passes."""
+"""What a comparison starts from: requests that can be compared, noise between passes, settings."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -88,3 +90,14 @@ def _between_passes(request: EngineRequest, taught: Taught, rounds: Sequence[Rou
             if i < len(request.output):
                 off.append(r.margins[node] - taught.margins[i])
     return np.asarray(off)
+
+
+def settings_of(run: EngineRun, ours: Ours) -> dict[str, Any]:
+    """What both sides ran with, for a result."""
+    made = dataclasses.asdict(run.settings)
+    made.pop("other")
+    made["tree"] = None if ours.tree is None else dataclasses.asdict(ours.tree)
+    made["compared_as"] = None if ours.draft is None else ours.draft.engine
+    made["draft_attention"] = ours.attention
+    made["our_dtype"] = ours.dtype
+    return made
