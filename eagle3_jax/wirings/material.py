@@ -7,19 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.config import Boundary, ConfigError, DraftConfig, RopeConfig
+from eagle3_jax.config import Boundary, ConfigError, DraftConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.modules import tensors_of
-from eagle3_jax.rope import axes, inverse_frequencies
 from eagle3_jax.wirings import scorer
 from eagle3_jax.wirings.block import Form, Layer, Place, Weights
+from eagle3_jax.wirings.knobs import knobs_of
 from eagle3_jax.wirings.maps import readings, rows_of
 from eagle3_jax.wirings.pack import Pack, row_orders
 from eagle3_jax.wirings.rungs import Rung
 from eagle3_jax.wirings.wiring import Wiring
 
 MAPS = 6
-FAR = 1 << 30
 
 
 class Material:
@@ -225,63 +224,8 @@ class Material:
 
     def knobs(self, wiring: Wiring, place: Mapping[int, int]) -> dict[str, np.ndarray]:
         """One wiring as the scorer's arguments; `place` finds a boundary in the projections."""
-        attention = self.config.attention()
-        turning, rope = attention.rotary_dim, wiring.rope
-        order = np.arange(turning)
-        if wiring.pairs == "interleaved":
-            order = np.concatenate((order[0::2], order[1::2]))
-        lanes = np.zeros(turning // 2, np.int32)
-        if rope.mrope_section:
-            lanes = 1 + axes(rope, turning)
-        whole = {
-            "slots": [place[self.index(b)] for b in wiring.boundaries],
-            "embed": int(wiring.embed == "draft"),
-            "pairs": order,
-            "lanes": lanes,
-            "window": [FAR if w is None else w for w in self._windows(wiring)],
-            "clamp": FAR if wiring.clamp is None else wiring.clamp,
-            "token_shift": wiring.token_shift,
-            "row_shift": wiring.row_shift,
-            "first_seen": int(wiring.first == "dropped"),
-            "chunk": wiring.chunk or 0,
-            "order": list(self.orders).index(wiring.rows),
-            "depth": 1 if wiring.layers == "first alone" else self.config.num_layers,
-        }
-        truth = {
-            "concat": wiring.fuse_norm == "concat",
-            "before_residual": wiring.norm_before_residual,
-            "double_norm": wiring.double_norm,
-            "final_norm": wiring.final_norm,
-            "post_norm": wiring.feedback == "post_norm",
-            "embedding_residual": wiring.residual == "embedding",
-            "next_hidden_norm": wiring.next_norm == "hidden_norm",
-            "fed_first": wiring.fed_from == "first",
-            "zero_first": wiring.first == "zeroed",
-            "no_prompt": wiring.prefix == "missing",
-        }
-        numbers = {
-            "frequency": inverse_frequencies(rope, turning),
-            "amplitude": rope.amplitude,
-            "growth": self._growth(rope),
-            "scale": self.config.head_dim**-0.5 * self._sharpness(rope),
-        }
-        return (
-            {name: np.asarray(value, np.int32) for name, value in whole.items()}
-            | {name: np.asarray(value, np.bool_) for name, value in truth.items()}
-            | {name: np.asarray(value, np.float32) for name, value in numbers.items()}
-        )
-
-    def _windows(self, wiring: Wiring) -> tuple[int | None, ...]:
-        if wiring.window == "as configured":
-            return self.config.windows
-        return (wiring.window,) * self.config.num_layers  # type: ignore[return-value]
-
-    def _growth(self, rope: RopeConfig) -> tuple[float, float]:
-        dynamic = rope.kind == "dynamic"
-        return (rope.factor, rope.original_max_position_embeddings) if dynamic else (1.0, 1e30)
-
-    def _sharpness(self, rope: RopeConfig) -> float:
-        return 1.0 if self.config.latent is None else rope.latent_sharpness
+        slots = [place[self.index(b)] for b in wiring.boundaries]
+        return knobs_of(self.config, wiring, slots, list(self.orders).index(wiring.rows))
 
     def index(self, boundary: Boundary) -> int:
         """Which of the record's states this is.
