@@ -187,12 +187,12 @@ class Attention(nnx.Module):
         eps = self.config.norm_eps
         if rows.ancestors is None:
             q, *new = split(grouped, rotation, norms, eps)
-            cache = cache.write(layer, *new, rows.start, rows.positions)
+            cache = cache.write(layer, *new, rows.start)
             out = attend_causal(q, *new, scale=H**-0.5, window=self.config.window)
         else:
             buffers = cache.k[layer], cache.v[layer]
             q, *buffers = append_rows(grouped, rotation, norms, *buffers, rows.start, eps)
-            cache = cache.written(layer, *buffers, rows.start, rows.positions)
+            cache = cache.written(layer, *buffers)
             out = attend_rows(q, cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
 
