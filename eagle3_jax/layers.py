@@ -186,9 +186,9 @@ class Attention(nnx.Module):
             norms = self.q_norm.weight[...], self.k_norm.weight[...]
         eps = self.config.norm_eps
         if rows.ancestors is None:
-            q, *new = split(grouped, rotation, norms, eps)
-            cache = cache.write(layer, *new, rows.start)
-            out = attend_causal(q, *new, scale=H**-0.5, window=self.config.window)
+            q, k, v = split(grouped, rotation, norms, eps)
+            cache = cache.write(layer, k, v, rows.start)
+            out = attend_causal(q, k, v, scale=H**-0.5, window=self.config.window)
         else:
             buffers = cache.k[layer], cache.v[layer]
             q, *buffers = append_rows(grouped, rotation, norms, *buffers, rows.start, eps)

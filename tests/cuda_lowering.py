@@ -25,7 +25,7 @@ def lowered(run, *args) -> str:
 
 
 def times_run(text: str, what: str) -> int:
-    """How often a pass through a StableHLO program meets `what`, each call of a function counted."""
+    """How often a pass through a StableHLO program meets `what`, in functions at each call."""
     parts = re.split(r"func\.func \w+ @([\w.]+)\(", text)
     bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
 
