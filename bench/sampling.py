@@ -1,147 +1,253 @@
 """Whether sampled texts follow the target: `python bench/sampling.py` after `make model`.
 
-Each way of sampling SmolLM2 (plain, and every rule with the demo's draft) writes many texts. Each
-token then has a place in the target's own distribution before it, worked out by a plain pass over
-the whole text: the mass of likelier tokens, plus an even share of its own. For texts drawn from the
-target these places are uniform, which a chi-square test over 100 cells checks; thresholds below 1
-stand at the end to show what a rule that is not lossless looks like. Beside it the measured accept
-length and the one expected from the rule in closed form, and how many standard errors lie between.
+Each way of sampling SmolLM2 (plain, and every rule with the demo's draft) writes many short texts.
+A plain pass over each whole text, which shares nothing with the rounds, gives every token's place
+in the target's own distribution before it. Tests of each way, all by chi-square (follows.py): the
+places are uniform; they are spread as those of plain sampling; texts begin as plain ones do; and
+rounds accept as many drafts as the rule's closed form expects. One way in a hundred families of all
+these tests together would be rejected by chance (Bonferroni). Three wrong rules, with a quarter of
+the tokens, show that the same tests reject what does not follow the target.
 """
 
+import contextlib
 import dataclasses
-import functools
+import sys
+import time
+from collections import defaultdict
 
 import harness
 
 parser = harness.parser(__doc__)
-parser.add_argument("--tokens", type=int, default=20_000, metavar="N", help="of each way")
-parser.add_argument("--batch-size", type=int, default=50, metavar="N")
-parser.add_argument("--length", type=int, default=40, metavar="N", help="new tokens of a text")
+parser.add_argument("--tokens", type=int, default=20_480, metavar="N", help="of each way")
+parser.add_argument("--minutes", type=float, default=1e9, metavar="N", help="stop by then")
+parser.add_argument("--batch-size", type=int, default=64, metavar="N")
+parser.add_argument("--length", type=int, default=32, metavar="N", help="new tokens of a text")
 parser.add_argument("--temperature", type=float, default=1.0)
+parser.add_argument("--chance", type=float, default=0.01, help="of any false alarm at all")
 args = parser.parse_args()
 harness.use_cores(args.cores)
 
+import follows  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from pair import models  # noqa: E402
-from run import PROMPTS  # noqa: E402
-from scipy import stats  # noqa: E402
 
 import eagle3_jax as e3  # noqa: E402
+from eagle3_jax import choice  # noqa: E402
 from eagle3_jax.layers import Rows  # noqa: E402
 from eagle3_jax.modules import take_apart  # noqa: E402
 from eagle3_jax.tokenizer import Tokenizer  # noqa: E402
 
-TREE, CHAIN = e3.TreeConfig(3, 4, 8), e3.TreeConfig(3)
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, there",
+    "To make tea, first",
+    "def is_leap_year(year",
+)
+"""Few and short: their pass costs little, and many texts begin at one place."""
+BEGINNING = slice(1, 3)
+"""The tokens by which texts are counted; the very first is the prompt pass's own, not a round's."""
+ROWS = 32
+"""Texts of one plain pass."""
+SEEDS = 10**8
+"""Apart from way to way."""
+TREE, CHAIN = e3.TreeConfig(2, 2, 4), e3.TreeConfig(2)
+
+
+class CertainDrafts(e3.AcceptRule):
+    """A wrong rule: the draft's argmax verified with min(1, p/q), as if drawn from q."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to sample; `wrong` ones must be rejected."""
+
+    rule: e3.AcceptRule | None = None
+    tree: e3.TreeConfig = TREE
+    wrong: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return args.tokens // 4 if self.wrong else args.tokens
+
+
+DRAWN = {"sampled_drafts": True}
 WAYS = {
-    "plain": None,
-    "target_only": (e3.AcceptRule(), TREE),
-    "rejection": (e3.AcceptRule("rejection"), TREE),
-    "rejection, drawn": (e3.AcceptRule("rejection", sampled_drafts=True), CHAIN),
-    "rejection, drawn, block": (e3.AcceptRule("rejection", sampled_drafts=True, block=True), CHAIN),
-    "target_only, threshold_acc 0.5": (e3.AcceptRule(threshold_acc=0.5), TREE),
+    "plain": Way(),
+    "target_only": Way(e3.AcceptRule()),
+    "rejection": Way(e3.AcceptRule("rejection")),
+    "rejection, drawn drafts": Way(e3.AcceptRule("rejection", **DRAWN), CHAIN),
+    "rejection, drawn, block": Way(e3.AcceptRule("rejection", block=True, **DRAWN), CHAIN),
+    "wrong: threshold_single 0.8": Way(e3.AcceptRule(threshold_single=0.8), TREE, True),
+    "wrong: threshold_acc 0.8": Way(e3.AcceptRule(threshold_acc=0.8), TREE, True),
+    "wrong: p/q on argmax drafts": Way(CertainDrafts("rejection", **DRAWN), CHAIN, True),
 }
-CELLS, ROWS = 100, 5
+PLAIN = "plain"
 
 
-@functools.cache
-def masses(structure, prompt_length: int):
-    """A compiled function: texts of one prompt length and shares -> the places of new tokens."""
-    length = prompt_length + args.length
+class Found:
+    """What one way wrote so far."""
+
+    def __init__(self):
+        self.places: list[np.ndarray] = []
+        self.beginnings: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        self.accepted: list[int] = []
+        self.expected: list[float] = []
+        self.seconds = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.places))
+
+
+def with_certain_drafts():
+    """Rounds under `CertainDrafts` propose the draft's argmax; all others are as they are."""
+    propose = choice.propose
+
+    def wrong(program, limits, length, level, logits):
+        found = propose(program, limits, length, level, logits)
+        if program.sampling is None or not isinstance(program.sampling.rule, CertainDrafts):
+            return found
+        probs = found[2]
+        best = jnp.argmax(probs, axis=-1).astype(jnp.int32)[:, None]
+        chosen = jnp.take_along_axis(probs, best, axis=1)
+        return chosen.reshape(found[0].shape), best.reshape(found[1].shape), probs
+
+    choice.propose = wrong
+
+
+def places_of(target, longest: int):
+    """A function of texts [ROWS, longest + length], prompt lengths and shares: tokens' places."""
+    leaves, structure = take_apart(target)
+    slots = longest + args.length
 
     @jax.jit
-    def run(leaves, ids, shares):
+    def run(leaves, ids, lengths, shares):
         model = structure.build(leaves)
-        rows = Rows.prefill(ROWS, length - 1)
-        states, _, _ = model.states(ids[:, :-1], rows, model.new_cache(ROWS, length - 1), ())
-        logits = model.logits(states[:, prompt_length - 1 :]) / args.temperature
-        p = jax.nn.softmax(logits, axis=-1)
-        following = ids[:, prompt_length:, None]
-        own = jnp.take_along_axis(p, following, axis=2)
-        index = jnp.arange(p.shape[2], dtype=jnp.int32)[None, None]
-        before = (p > own) | ((p == own) & (index < following))
-        return jnp.sum(jnp.where(before, p, 0), axis=2) + shares * own[..., 0]
+        states, _, _ = model.states(ids, Rows.prefill(ROWS, slots), model.new_cache(ROWS, slots))
+        new = lengths[:, None] + jnp.arange(args.length, dtype=jnp.int32)[None]  # [ROWS, length]
 
-    return run
+        def one(part):
+            states, new, ids, shares = part
+            p = jax.nn.softmax(model.logits(states[new - 1]) / args.temperature, axis=-1)
+            following = ids[new][:, None]
+            own = jnp.take_along_axis(p, following, axis=1)
+            index = jnp.arange(p.shape[1], dtype=jnp.int32)[None]
+            likelier = (p > own) | ((p == own) & (index < following))
+            return jnp.sum(jnp.where(likelier, p, 0), axis=1) + shares * own[:, 0]
 
+        return jax.lax.map(one, (states, new, ids, shares))
 
-def places(target, prompt: list[int], texts: list[list[int]], rng) -> np.ndarray:
-    """Of every token of texts that follow one prompt."""
-    leaves, structure = take_apart(target)
-    run, found = masses(structure, len(prompt)), []
-    for first in range(0, len(texts), ROWS):
-        ids = jnp.asarray([prompt + t for t in texts[first : first + ROWS]], jnp.int32)
-        shares = jnp.asarray(rng.random((ROWS, args.length)), jnp.float32)
-        found.append(np.asarray(run(leaves, ids, shares)).ravel())
-    return np.concatenate(found)
+    def places(prompts, texts, rng) -> np.ndarray:
+        found = []
+        for first in range(0, len(texts), ROWS):
+            part = slice(first, first + ROWS)
+            ids = np.zeros((ROWS, slots), np.int32)
+            for row, prompt, text in zip(ids, prompts[part], texts[part], strict=True):
+                row[: len(prompt) + len(text)] = [*prompt, *text]
+            lengths = np.asarray([len(p) for p in prompts[part]], np.int32)
+            shares = rng.random((ROWS, args.length)).astype(np.float32)
+            found.append(np.asarray(run(leaves, ids, lengths, shares)).ravel())
+        return np.concatenate(found)
 
-
-def one(target, draft, prompt: list[int], way, seed: int):
-    """A batch of texts after one prompt, each with its own seed."""
-    sampling = e3.SamplingConfig(args.temperature, seed=range(seed, seed + args.batch_size))
-    prompts = [prompt] * args.batch_size
-    if way is None:
-        return e3.generate(
-            target,
-            prompts,
-            max_new_tokens=args.length,
-            stop_token_ids=(),
-            sampling=sampling,
-        )
-    rule, tree = way
-    return e3.speculate(
-        target,
-        draft,
-        prompts,
-        max_new_tokens=args.length,
-        tree=tree,
-        stop_token_ids=(),
-        sampling=sampling,
-        rule=rule,
-        trace=True,
-    )
+    return places
 
 
-def check(target, draft, prompts: list[list[int]], way) -> dict:
-    """Of one way of sampling."""
-    rng, found, rounds, seed = np.random.default_rng(0), [], [], 0
-    while sum(map(len, found)) < args.tokens:
-        prompt = prompts[len(found) % len(prompts)]
-        texts = one(target, draft, prompt, way, seed)
-        seed += args.batch_size
-        found.append(places(target, prompt, texts.tokens, rng))
-        if texts.trace is not None:
-            rounds += texts.trace.rounds
-    numbers = np.concatenate(found)
-    test = stats.chisquare(np.histogram(numbers, CELLS, (0, 1))[0])
-    result = {"tokens": len(numbers), "chi_square": test.statistic, "p": float(test.pvalue)}
-    if rounds:
-        accepted = np.asarray([r.num_correct_drafts for r in rounds], np.float64)
-        expected = np.asarray([r.expected_drafts for r in rounds])
-        error = np.sqrt(((accepted - expected) ** 2).sum())
-        result |= {
-            "rounds": len(rounds),
+def write(target, draft, way: Way, prompts: list[list[int]], seeds: range) -> e3.Generation:
+    """A batch of texts, each with its own seed."""
+    given = {
+        "max_new_tokens": args.length,
+        "stop_token_ids": (),
+        "sampling": e3.SamplingConfig(args.temperature, seed=seeds),
+    }
+    if way.rule is None:
+        return e3.generate(target, prompts, **given)
+    rule = {"tree": way.tree, "rule": way.rule, "trace": True}
+    return e3.speculate(target, draft, prompts, **given, **rule)
+
+
+def add(found: Found, texts: e3.Generation, prompts: list[str], where: np.ndarray):
+    found.places.append(where)
+    for prompt, tokens in zip(prompts, texts.tokens, strict=True):
+        found.beginnings[prompt].append(tuple(tokens[BEGINNING]))
+    for item in texts.trace.rounds if texts.trace else ():
+        found.accepted.append(item.num_correct_drafts)
+        found.expected.append(item.expected_drafts)
+
+
+def judged(found: dict[str, Found]) -> dict[str, dict]:
+    """Every way's p-values, and whether one lies below its share of `--chance`."""
+    ways, plain = {}, found[PLAIN]
+    for name, one in found.items():
+        places = np.concatenate(one.places)
+        p = {"uniform": follows.uniform(places)}
+        ways[name] = {"tokens": one.tokens, "seconds": round(one.seconds), "p": p}
+        if name == PLAIN:
+            continue
+        p["places as plain"] = follows.alike(places, np.concatenate(plain.places))
+        p["tokens as plain"], freedom = follows.same_tokens(one.beginnings, plain.beginnings)
+        accepted, expected = np.asarray(one.accepted, np.float64), np.asarray(one.expected)
+        if not WAYS[name].wrong:
+            p["accepted as expected"] = follows.accepted(accepted, expected)
+        ways[name] |= {
+            "rounds": len(accepted),
             "accept_length": 1 + accepted.mean(),
             "expected_accept_length": 1 + expected.mean(),
-            "standard_errors": (accepted - expected).sum() / error,
+            "token_degrees_of_freedom": freedom,
         }
+    family = sum(len(way["p"]) for name, way in ways.items() if not WAYS[name].wrong)
+    for way in ways.values():
+        way["rejected"] = min(way["p"].values()) < args.chance / family
+    return {"ways": ways, "tests": family, "threshold": args.chance / family}
+
+
+def report(found: dict[str, Found]) -> dict:
+    settings = {n: getattr(args, n) for n in ("tokens", "temperature", "length", "chance")}
+    settings |= {"cells": follows.CELLS, "prompts": PROMPTS}
+    rules = {n: w.rule and dataclasses.asdict(w.rule) | w.tree.__dict__ for n, w in WAYS.items()}
+    result = judged(found) | {"settings": settings, "rules": rules}
+    harness.report(result, args.out)
     return result
 
 
 def main():
-    """Every way in turn."""
+    """A batch of each way in turn, so that an early end leaves all with as many."""
     folder, target, draft = models()
-    tokenizer = Tokenizer.from_folder(folder)
-    prompts = [
-        tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": text}]))
-        for text in PROMPTS
-    ]
-    result = {name: check(target, draft, prompts, way) for name, way in WAYS.items()}
-    settings = {"temperature": args.temperature, "length": args.length, "cells": CELLS}
-    rules = {n: None if w is None else dataclasses.asdict(w[0]) for n, w in WAYS.items()}
-    harness.report({"settings": settings, "ways": result, "rules": rules}, args.out)
+    with_certain_drafts()
+    tokenizer, rng = Tokenizer.from_folder(folder), np.random.default_rng(0)
+    ids = {text: tokenizer.encode(text) for text in PROMPTS}
+    places = places_of(target, max(map(len, ids.values())))
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(args.batch_size)]
+    found = {name: Found() for name in WAYS}
+    end, turn = time.monotonic() + 60 * args.minutes, 0
+    while any(one.tokens < WAYS[name].tokens for name, one in found.items()):
+        for number, (name, one) in enumerate(found.items()):
+            if one.tokens >= WAYS[name].tokens or (WAYS[name].wrong and turn % 4):
+                continue
+            if turn and time.monotonic() > end:
+                break
+            began = time.monotonic()
+            first = SEEDS * number + turn * args.batch_size  # ways are independent of each other
+            seeds = range(first, first + args.batch_size)
+            given = [ids[text] for text in prompts]
+            texts = write(target, draft, WAYS[name], given, seeds)
+            add(one, texts, prompts, places(given, texts.tokens, rng))
+            one.seconds += time.monotonic() - began
+            told = f"{name}: {one.tokens} tokens in {one.seconds:.0f} s"
+            print(told, file=sys.stderr, flush=True)
+        turn += 1
+        if time.monotonic() > end:
+            break
+        if args.out is not None:
+            with contextlib.redirect_stdout(sys.stderr):
+                report(found)
+    result = report(found)
+    wrong = {name for name, way in result["ways"].items() if way["rejected"]}
+    return wrong == {name for name, way in WAYS.items() if way.wrong}
 
 
 if __name__ == "__main__":
-    main()
+    if args.batch_size % ROWS:
+        sys.exit(f"--batch-size is {args.batch_size}, expected a multiple of {ROWS}")
+    sys.exit(0 if main() else "a way is not what it says: see rejected")

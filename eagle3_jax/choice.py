@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax import sampling, verify
+from eagle3_jax.expected import expected_drafts
 from eagle3_jax.state import Limits, LoopState, Program
 from eagle3_jax.tree import Tree, top_probabilities
 
@@ -81,7 +82,7 @@ def verified(
     if not program.trace:
         return Verified(accepted, predicted, zeros, zeros, none)
     given = verify.node_probs(tree, probs).at[:, 0].set(1).astype(zeros.dtype)
-    expected = verify.expected_drafts(plan.rule, tree, probs, draft_probs, steps)
+    expected = expected_drafts(plan.rule, tree, probs, draft_probs, steps)
     return Verified(accepted, predicted, zeros, given, expected.astype(zeros.dtype))
 
 

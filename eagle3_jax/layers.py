@@ -29,10 +29,11 @@ class Buffer(nnx.Variable):
 class Rows:
     """Where T new rows of each sequence go and what they see."""
 
-    positions: jax.Array  # [B, T] int32, for rotary embedding
+    positions: jax.Array  # [B, T] int32, for windows and rotary embedding
     start: jax.Array  # [B] int32, slot of the first row
     lengths: jax.Array  # [B] int32, slots that all of them see
     ancestors: jax.Array | None  # [B, T, words] uint32 over slots lengths + j; None: prefill
+    axes: jax.Array | None = None  # [B, 3, T] int32, multi-axis rotary positions; None: positions
 
     @classmethod
     def prefill(cls, batch: int, rows: int) -> "Rows":

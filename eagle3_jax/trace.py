@@ -38,7 +38,7 @@ class Round:
       target_probs: sampled, the target's probability of each node's token after its parent, all
         processors applied, 1 for the root; else empty.
       expected_drafts: sampled, how many of the drafted tokens the rule accepts on average over its
-        coins (`verify.expected_drafts`); else None.
+        coins (`expected.expected_drafts`); else None.
       tensors: on request, arrays by name (states, logits); never stored.
     """
 

@@ -146,13 +146,12 @@ def _walk(tree: Tree, probs: jax.Array, accepts, final_coins: jax.Array, num_ste
     is_root = (jnp.arange(N, dtype=jnp.int32) == 0)[None]
     node = jnp.zeros((B,), jnp.int32)
     num_correct = jnp.zeros((B,), jnp.int32)
-    going = jnp.ones((B,), bool)
     path = [node]
     for _ in range(num_steps):
         siblings = (tree.parents == node[:, None]) & ~is_root
         mine = jnp.where(siblings, child, 0)
         before = jnp.cumsum(mine, axis=1) - mine
-        taken = siblings & accepts(mine, before, node) & going[:, None]
+        taken = siblings & accepts(mine, before, node)  # once none is, none is any more
         going = jnp.any(taken, axis=1)
         node = jnp.where(going, jnp.argmax(taken, axis=1).astype(jnp.int32), node)
         path.append(jnp.where(going, node, 0))
@@ -178,7 +177,7 @@ def token_wise(
       tree: a chain. probs: [B, num_steps + 1, V]. draft_probs: [B, num_steps, V].
       coins: [B, num_steps + 1], level i's at i. final_coins: [B].
     """
-    p, q = _of_drafts(tree, probs, draft_probs)
+    p, q = drafted_probs(tree, probs, draft_probs)
     valid = (q > 0) & (q <= 1)
     accepted = valid & (coins[:, :-1] * q < p)
     going = jnp.cumprod(accepted.astype(jnp.int32), axis=1)
@@ -200,7 +199,7 @@ def block(
 
     Args: as for `token_wise`.
     """
-    p, q = _of_drafts(tree, probs, draft_probs)
+    p, q = drafted_probs(tree, probs, draft_probs)
     weights = block_weights(p, q)
     chances = block_chances(weights, probs, draft_probs)
     accepted = coins[:, :-1] < chances
@@ -232,7 +231,9 @@ def block_chances(weights: jax.Array, probs: jax.Array, draft_probs: jax.Array) 
     return jnp.concatenate((jnp.where(inner > 0, chance, 0), weights[:, -1:]), axis=1)
 
 
-def _of_drafts(tree: Tree, probs: jax.Array, draft_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def drafted_probs(
+    tree: Tree, probs: jax.Array, draft_probs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """p and q [B, num_steps] of the drafted tokens of a chain."""
     drafted = tree.tokens[:, 1:, None]
     p = jnp.take_along_axis(probs[:, :-1], drafted, axis=2)[..., 0]
@@ -278,54 +279,3 @@ def _end(
     tokens = jnp.take_along_axis(tree.tokens, following, axis=1)
     at_end = jnp.arange(path.shape[1], dtype=jnp.int32)[None] == num_correct[:, None]
     return Accepted(path, num_correct, jnp.where(at_end, last[:, None], tokens))
-
-
-def expected_drafts(
-    rule: AcceptRule, tree: Tree, probs: jax.Array, draft_probs: jax.Array | None, num_steps: int
-) -> jax.Array:
-    """[B] how many drafted tokens the rule accepts on average over the coins, in closed form.
-
-    The drafted tokens are given; for sampled drafts the mean over them is the mean over rounds. The
-    expected accept length is one more: the last token.
-
-    Args: as for `sampled`.
-    """
-    if rule.sampled_drafts:
-        assert draft_probs is not None
-        p, q = _of_drafts(tree, probs, draft_probs)
-        if not rule.block:
-            valid = (q > 0) & (q <= 1)
-            chance = jnp.where(valid, jnp.minimum(p / jnp.where(valid, q, 1), 1), 0)
-            return jnp.sum(jnp.cumprod(chance, axis=1), axis=1)
-        chances = block_chances(block_weights(p, q), probs, draft_probs)
-        none_longer = jnp.cumprod((1 - chances)[:, ::-1], axis=1)[:, ::-1]
-        return jnp.sum(1 - none_longer, axis=1)
-    chance = _child_chances(rule, tree, probs)
-    reached = chance
-    total = jnp.sum(jnp.where(tree.depths == 1, reached, 0), axis=1)
-    for depth in range(2, num_steps + 1):
-        reached = jnp.take_along_axis(reached, tree.parents, axis=1) * chance
-        total = total + jnp.sum(jnp.where(tree.depths == depth, reached, 0), axis=1)
-    return total
-
-
-def _child_chances(rule: AcceptRule, tree: Tree, probs: jax.Array) -> jax.Array:
-    """[B, N] with what probability a node is accepted when its parent was; siblings add up.
-
-    A coin falls to the first sibling whose reach lies above it, so each has what its reach adds to
-    the largest before it; certain proposals under `rejection` have their own probability.
-    """
-    N = probs.shape[1]
-    child = node_probs(tree, probs)
-    if rule.name == "rejection" or rule.lossless:
-        return child
-    node = jnp.arange(N, dtype=jnp.int32)
-    same = (tree.parents[:, :, None] == tree.parents[:, None, :]) & (node > 0)[None, None]
-    upto = same & (node[None, :] <= node[:, None])[None]  # [B, i, j]: sibling j not after i
-    reach = jnp.sum(jnp.where(upto, child[:, None, :], 0), axis=2) / max(rule.threshold_acc, 1e-9)
-    reach = jnp.where(child >= rule.threshold_single, 1, jnp.minimum(reach, 1))
-    reach = jnp.where(child > 0, reach, 0)
-    most = jnp.max(jnp.where(upto, reach[:, None, :], 0), axis=2)
-    earlier = upto & (node[None, :] < node[:, None])[None]
-    before = jnp.max(jnp.where(earlier, reach[:, None, :], 0), axis=2)
-    return most - before

@@ -129,7 +129,15 @@ def pair():
 @pytest.mark.parametrize("mode", ["ancestors", "beam_slots"])
 def test_a_round_runs_the_kernel_once_a_layer_and_draft_forward(pair, tree, mode):
     target, draft = pair
-    run = Run(target, draft if tree else None, [[1, 2, 3]], 8, tree, mode, (), False)
+    run = Run(
+        target,
+        draft if tree else None,
+        [[1, 2, 3]],
+        max_new_tokens=8,
+        tree=tree,
+        draft_attention=mode,
+        stop_token_ids=(),
+    )
     state, _ = jax.eval_shape(
         lambda: loop.start(
             run.program,

@@ -2,22 +2,19 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.crosscheck import causes, probes
 from eagle3_jax.crosscheck.counts import COUNTED, check_counts, check_totals, rounded_counts
+from eagle3_jax.crosscheck.emitted import emitted_of
 from eagle3_jax.crosscheck.evidence import Evidence, to_target, tree_of
-from eagle3_jax.crosscheck.metrics import distance
-from eagle3_jax.crosscheck.noise import Noise, measure
+from eagle3_jax.crosscheck.measuring import measured, settings_of, usable
+from eagle3_jax.crosscheck.noise import Noise
 from eagle3_jax.crosscheck.ours import Ours, Taught
 from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, sentence
 from eagle3_jax.crosscheck.rounds import Context, Seen, compare_round
 from eagle3_jax.crosscheck.sampled import Sampled
 from eagle3_jax.crosscheck.sampled_rule import (
-    emitted_of,
     judge_rule,
     said_rule,
     uncut_counts,
@@ -50,8 +47,8 @@ class Comparison:
 
     def __init__(self, run: EngineRun, vocab_size: int):
         self.run = run
-        self.notes = list(run.notes)
-        self.requests = self._checked(run.requests, vocab_size)
+        self.requests, notes = usable(run, vocab_size)
+        self.notes = [*run.notes, *notes]
         self.seen = [Seen() for _ in self.requests]
         self.counted_otherwise: list[Divergence] = []
 
@@ -59,24 +56,6 @@ class Comparison:
     def tree(self) -> TreeConfig | None:
         """The engine's, None when drafts are not compared."""
         return self.ours.tree
-
-    def _checked(self, requests: Sequence[EngineRequest], size: int) -> list[EngineRequest]:
-        kept = []
-        for i, request in enumerate(requests):
-            wrong = next((t for t in (*request.prompt, *request.output) if not 0 <= t < size), None)
-            if wrong is not None:
-                raise CrosscheckError(
-                    f"{self.run.source}: request {i} ({request.name}) has id {wrong}, the target's "
-                    f"vocabulary is 0..{size - 1}: another target, or ids of another tokenizer"
-                )
-            if request.prompt and request.output:
-                kept.append(request)
-            else:
-                what = "output" if request.prompt else "prompt"
-                self.notes.append(f"request {i} ({request.name}) has no {what}: left out")
-        if not kept:
-            raise CrosscheckError(f"{self.run.source}: no request with prompt and output ids")
-        return kept
 
     def settled_tree(self, tree: TreeConfig | None) -> TreeConfig | None:
         """The triple asked for, the run's own, or a chain's from its rounds; None for no drafts."""
@@ -97,35 +76,6 @@ class Comparison:
             return None
         return found
 
-    def _noise(self, reference: Target | None) -> Noise:
-        dtype = self.run.settings.dtype or self.ours.dtype
-        if dtype not in ("float64", "float32", "float16", "bfloat16"):
-            self.notes.append(f"dtype {dtype!r} is unknown here: bounds of {self.ours.dtype}")
-            dtype = self.ours.dtype
-        logits: list[np.ndarray] = []
-        states: list[float] = []
-        how = []
-        for i, (request, rounds) in enumerate(zip(self.requests, self.rounds, strict=True)):
-            taught = self.sampled.taught(i) or self.taught[i]
-            if request.output_logprobs is not None and not self.ours.recorded:
-                logits.append(request.output_logprobs - taught.logprobs)
-                how.append("the engine's logprobs beside ours")
-            elif dtype in ("float32", "float64") and not self.ours.recorded:
-                logits.append(_between_passes(request, taught, rounds))
-                how.append("one pass of ours beside another")
-        if reference is not None and reference is not self.ours.target:
-            other = Ours(reference, None, None)
-            for request, taught in zip(self.requests, self.taught, strict=True):
-                exact = other.teach(request.prompt, request.output, self.ours.boundaries)
-                logits.append(exact.margins - taught.margins)
-                states += [
-                    distance(a, b).rel_l2 for a, b in zip(taught.aux, exact.aux, strict=True)
-                ]
-            how.append(f"{dtype} beside {other.dtype}")
-        return measure(
-            dtype, logits, states, how=", ".join(dict.fromkeys(how)) or "nothing measured"
-        )
-
     def result(self, reference: Target | None) -> Result:
         """Runs and judges."""
         self.taught = [
@@ -134,9 +84,13 @@ class Comparison:
         self.rounds = [[] for _ in self.requests]
         if self.tree is not None:
             self.rounds = self.ours.free(self.requests)
-        self.sampled = Sampled(self.run, self.requests, self.ours, self.taught)
+        self.sampled = Sampled(self.run, self.requests, self.ours, self.taught, self.rounds)
         self.notes += self.sampled.notes
-        self.noise = self._noise(reference)
+        reported = [self.sampled.taught(i) or taught for i, taught in enumerate(self.taught)]
+        self.noise, notes = measured(
+            self.run, self.requests, self.ours, reported, self.rounds, reference
+        )
+        self.notes += notes
         found: list[Divergence] = []
         ties: list[Tie] = []
         lines: list[Line] = []
@@ -181,7 +135,7 @@ class Comparison:
             lines=lines,
             notes=list(dict.fromkeys(self.notes)),
             noise=self.noise.json(),
-            settings=self._settings(),
+            settings=settings_of(self.run, self.ours),
         )
 
     def _sampled(self, lines: list[Line]) -> list[Divergence]:
@@ -338,25 +292,3 @@ class Comparison:
         if self.sampled.said:
             parts.append(self.sampled.said)
         return ", ".join(parts)
-
-    def _settings(self) -> dict[str, Any]:
-        made = dataclasses.asdict(self.run.settings)
-        made.pop("other")
-        draft = self.ours.draft
-        made["tree"] = None if self.tree is None else dataclasses.asdict(self.tree)
-        made["compared_as"] = None if draft is None else draft.engine
-        made["draft_attention"] = self.ours.attention
-        made["our_dtype"] = self.ours.dtype
-        return made
-
-
-def _between_passes(request: EngineRequest, taught: Taught, rounds: Sequence[Round]) -> np.ndarray:
-    """Margins of the same tokens from the one long pass and from the verifications."""
-    off = []
-    for r in rounds:
-        start = r.length - len(request.prompt)
-        for depth, node in enumerate(r.accepted):
-            i = start + depth + 1
-            if i < len(request.output):
-                off.append(r.margins[node] - taught.margins[i])
-    return np.asarray(off)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import ConfigError, SamplingConfig
+from eagle3_jax.crosscheck.emitted import Emitted, emitted_of
 from eagle3_jax.crosscheck.goodness import (
     FEW,
     REJECT,
@@ -22,77 +23,29 @@ from eagle3_jax.crosscheck.goodness import (
 )
 from eagle3_jax.crosscheck.noise import Noise
 from eagle3_jax.crosscheck.ours import Ours, Taught
-from eagle3_jax.crosscheck.processed import acceptance_by_rule, place, texts_of
+from eagle3_jax.crosscheck.processed import Placed, place, texts_of
 from eagle3_jax.crosscheck.result import Divergence
+from eagle3_jax.crosscheck.round_penalties import CODE, WAYS, WORDS, counted_in
 from eagle3_jax.crosscheck.sampled_causes import (
     AT_REST,
     Causes,
-    Emitted,
     Group,
     shown,
     without,
 )
+from eagle3_jax.crosscheck.sampled_requests import (
+    NO_EFFECT,
+    NOT_COMPUTED,
+    is_sampled,
+    sampling_config,
+    undecidable,
+)
 from eagle3_jax.crosscheck.tokens import listed_ids
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 from eagle3_jax.sampling import check_bias
+from eagle3_jax.trace import Round
 
-__all__ = ["Sampled", "acceptance_by_rule", "sampling_config"]
-
-LEAST = 1e-6
-"""A temperature below is greedy (SGLang `sampling_params._SAMPLING_EPS`)."""
-NO_EFFECT = {
-    *("temperature", "max_new_tokens", "max_tokens", "max_completion_tokens", "ignore_eos", "n"),
-    *("stop", "stop_token_ids", "stop_regex", "skip_special_tokens", "no_stop_trim", "seed"),
-    *("spaces_between_special_tokens", "stream_interval", "sampling_seed", "rule", "logprobs"),
-    *("return_token_ids", "top_logprobs", "detokenize", "include_stop_str_in_output", "user"),
-}
-NOT_COMPUTED = {
-    *("json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "min_tokens"),
-    *("beam_width", "custom_params", "watermark", "response_format", "bad_words"),
-    *("allowed_token_ids", "logits_processors", "guided_decoding", "structured_outputs"),
-}
-"""They change the distribution in ways that nothing here computes."""
-
-
-def sampling_config(request: EngineRequest) -> SamplingConfig:
-    """The parameters of a request by SGLang's names and defaults; greedy is `top_k=1`.
-
-    Raises:
-      CrosscheckError: a value that SGLang refuses, or no parameters.
-    """
-    given = {k: v for k, v in (request.sampling or {}).items() if v is not None}
-    found: dict[str, Any] = {name: given[name] for name in AT_REST if name in given}
-    temperature = request.temperature if request.temperature is not None else 1.0
-    if temperature < LEAST:
-        found["top_k"], temperature = 1, 1.0
-    try:
-        return SamplingConfig(temperature, **found)
-    except ConfigError as error:
-        raise CrosscheckError(f"request {request.name}: sampling parameters: {error}") from None
-
-
-def is_sampled(request: EngineRequest) -> bool:
-    """At a temperature, or greedy on logits that penalties or a bias change."""
-    if request.temperature is None or request.temperature >= LEAST:
-        return bool(request.temperature)
-    config = sampling_config(request)
-    return config.penalises or bool(config.logit_bias)
-
-
-def _undecidable(request: EngineRequest, engine: str) -> str | None:
-    """Why a request's distribution is not known."""
-    if request.sampling is None:
-        return "its sampling parameters are not in the results"
-    given = {k for k, v in request.sampling.items() if v and k in NOT_COMPUTED}
-    if given:
-        return f"{', '.join(sorted(given))} changes the distribution in ways not computed here"
-    config = sampling_config(request)
-    if engine == "vllm":
-        if config.repetition_penalty != 1 or (config.logit_bias and config.penalises):
-            return "vLLM's repetition penalty counts the prompt, and its bias comes first"
-        if config.min_p and (config.top_k is not None or config.top_p < 1):
-            return "vLLM applies min_p before top_k and top_p"
-    return None
+__all__ = ["Sampled", "sampling_config"]
 
 
 class Sampled:
@@ -101,6 +54,8 @@ class Sampled:
     Attributes:
       undecidable: number of a request -> why its distribution is not known.
       notes: what was assumed. said: what is worth saying of a run that is equal.
+      walked: our rounds on each text. counting: number of a request -> what its penalties count by
+        its logprobs, where that is not every token of the output.
     """
 
     def __init__(
@@ -109,8 +64,12 @@ class Sampled:
         requests: Sequence[EngineRequest],
         ours: Ours,
         taught: Sequence[Taught],
+        rounds: Sequence[Sequence[Round]] = (),
     ):
         self.run, self.requests, self.ours = run, requests, ours
+        ours_ = rounds or [()] * len(requests)
+        self.walked = [emitted_of(r, x, True) for r, x in zip(requests, ours_, strict=True)]
+        self.counting: dict[int, str] = {}
         self.undecidable: dict[int, str] = {}
         self.notes: list[str] = []
         self.said = ""
@@ -121,7 +80,7 @@ class Sampled:
             if not is_sampled(request):
                 continue
             why = "no target was given" if ours.recorded else None
-            why = why or _undecidable(request, run.settings.engine)
+            why = why or undecidable(request, run.settings.engine)
             if why is not None:
                 self.undecidable[i] = why
                 continue
@@ -157,11 +116,14 @@ class Sampled:
         """Forbidden tokens; without any, a text that does not follow the target."""
         if not self.groups:
             return []
-        found = [d for group in self.groups for d in self._forbidden(group, noise, emitted)]
-        causes = Causes(self.ours, self.groups, self.run.settings, noise)
+        causes = Causes(self.ours, self.groups, self.run.settings, noise, self.requests, emitted)
+        found = [d for g in self.groups for d in self._forbidden(g, noise, emitted, causes)]
         if found:
-            code, cause = causes.forbidden(found, self.tokens, emitted)
+            code, cause = causes.forbidden(found, self.tokens)
             return [dataclasses.replace(d, code=code, cause=cause) for d in found]
+        counted = self._counted_otherwise(causes.counting_by_likelihood())
+        if counted is not None:
+            return [counted]
         chance = self._p_value()
         greedy = causes.greedy()
         if chance >= REJECT and greedy is None:
@@ -187,6 +149,23 @@ class Sampled:
             )
         ]
 
+    def _counted_otherwise(self, by_text: str | None) -> Divergence | None:
+        """Every token is allowed, but logprobs or the text show other penalties."""
+        number, way = next(iter(self.counting.items()), (0, by_text))
+        if way is None:
+            return None
+        logged = number in self.counting
+        what = f"the logprobs of {len(self.counting)} requests are" if logged else "the text is"
+        return Divergence(
+            kind="acceptance differs",
+            request=number if logged or len(self.requests) == 1 else -1,
+            tensor="output_logprobs" if logged else "output_ids",
+            detail=f"{what} of other penalties",
+            code=CODE,
+            cause=WORDS[way],
+            order=(10**5, 0),
+        )
+
     def _p_value(self) -> float:
         """Of the places of all tokens, and of how often they are the draft's most likely one."""
         where = np.concatenate([places(g.placed.p, g.placed.likelier) for g in self.groups])
@@ -206,7 +185,7 @@ class Sampled:
         return f"temperature{'s' if len(found) > 1 else ''} {', '.join(f'{t:g}' for t in found)}"
 
     def _forbidden(
-        self, group: Group, noise: Noise, emitted: Sequence[Emitted]
+        self, group: Group, noise: Noise, emitted: Sequence[Emitted], causes: Causes
     ) -> list[Divergence]:
         config, texts = group.config, group.texts
         lifted = place(self.ours, texts, config, lift=2 * noise.logit)
@@ -215,6 +194,10 @@ class Sampled:
             return []
         free = {n: place(self.ours, texts, without(config, (n,))) for n in group.active}
         group.likelihoods = {n: log_likelihood(p.p) for n, p in free.items()}
+        for way in WAYS if config.penalises else ():
+            placed = causes.counting(group, way, 2 * noise.logit)
+            if placed is not None and (placed.p >= TINY).all():
+                group.relaxed[way] = placed
         order = sorted(free, key=lambda n: -group.likelihoods[n])
         free["all processors"] = place(self.ours, texts, without(config, group.active))
         found = []
@@ -231,6 +214,15 @@ class Sampled:
                 "tensor": "output_ids",
                 "order": (-1 if index is None else index, 890),
             }
+            if not by and group.relaxed:
+                p = next(iter(group.relaxed.values())).p[row]
+                detail = (
+                    f"token {i} is {token}, forbidden by penalties: its probability is "
+                    f"{shown(group.placed.p[row])}, counting other tokens {shown(p)}"
+                )
+                common["kind"] = "acceptance differs"
+                found.append(Divergence(detail=detail, **common))
+                continue
             if not by:
                 p = free["all processors"].p[row]
                 detail = f"token {i} is {token}, whose probability is {shown(p)} by the target"
@@ -253,26 +245,36 @@ class Sampled:
             )
 
     def _by_convention(self, number: int, group: Group, taught: Taught) -> Taught:
-        """SGLang returns logprobs after penalties, bias and temperature; others before them."""
+        """SGLang returns logprobs after penalties, bias and temperature; others before them.
+
+        After penalties they show what those count, too.
+        """
         rows = group.texts.owner == number
-        after = dataclasses.replace(
-            taught,
-            logprobs=group.placed.logprobs[rows],
-            listed=None if taught.listed is None else _part(group.placed.listed[rows], taught),
-        )
+        after = _reported(taught, group.placed, rows)
         given = self.requests[number].output_logprobs
         if given is None:
             return after
-        off = [np.nanmedian(np.abs(given - t.logprobs)) for t in (after, taught)]
-        if not off[1] < off[0]:
-            return after
-        self.notes.append("the engine's logprobs are those before temperature and processors")
-        return taught
+        tried: dict[str, Taught] = {"after": after, "before": taught}
+        for way in WAYS if group.config.penalises else ():
+            counted = counted_in(group.texts, self.requests, self.walked, way)
+            if counted is not None:
+                placed = place(self.ours, group.texts, group.config, counted=counted)
+                tried[way] = _reported(taught, placed, rows)
+        off = {n: np.nanmean(np.abs(given - t.logprobs)) for n, t in tried.items()}
+        nearest = min(tried, key=off.__getitem__)
+        if nearest == "before":
+            self.notes.append("the engine's logprobs are those before temperature and processors")
+        elif nearest != "after":
+            self.counting[number] = nearest
+        return tried[nearest]
 
 
-def _part(listed: np.ndarray, taught: Taught) -> np.ndarray:
-    assert taught.listed is not None
-    return listed[:, : taught.listed.shape[1]]
+def _reported(taught: Taught, placed: Placed, rows: np.ndarray) -> Taught:
+    """With the logprobs of these rows."""
+    listed = None
+    if taught.listed is not None:
+        listed = placed.listed[rows][:, : taught.listed.shape[1]]
+    return dataclasses.replace(taught, logprobs=placed.logprobs[rows], listed=listed)
 
 
 def _value(config: SamplingConfig, name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import SamplingConfig
+from eagle3_jax.crosscheck.emitted import Emitted
 from eagle3_jax.crosscheck.goodness import (
     FEW,
     REJECT,
@@ -21,7 +22,9 @@ from eagle3_jax.crosscheck.noise import Noise
 from eagle3_jax.crosscheck.ours import Ours
 from eagle3_jax.crosscheck.processed import Placed, Texts, place
 from eagle3_jax.crosscheck.result import Divergence
-from eagle3_jax.crosscheck.types import Settings
+from eagle3_jax.crosscheck.round_penalties import CODE as COUNTED
+from eagle3_jax.crosscheck.round_penalties import WAYS, WORDS, counted_in
+from eagle3_jax.crosscheck.types import EngineRequest, Settings
 
 AT_REST: dict[str, Any] = {
     "logit_bias": (),
@@ -47,7 +50,8 @@ class Group:
 
     Attributes:
       forbidden: [R] rows that no rounding allows. skipped: of such a row, the processors without
-        which it is allowed.
+        which it is allowed. relaxed: of each other way to count what penalties are for, under
+        which every row is allowed, all rows (round_penalties.py).
     """
 
     config: SamplingConfig
@@ -56,6 +60,7 @@ class Group:
     forbidden: np.ndarray | None = None
     skipped: dict[int, set[str]] = dataclasses.field(default_factory=dict)
     likelihoods: dict[str, float] = dataclasses.field(default_factory=dict)
+    relaxed: dict[str, Placed] = dataclasses.field(default_factory=dict)
 
     @property
     def active(self) -> list[str]:
@@ -68,21 +73,6 @@ class Group:
         rows = np.flatnonzero(self.forbidden) if self.forbidden is not None else ()
         sets = [self.skipped.get(int(row), set()) for row in rows]
         return set.intersection(*sets) if sets else set()
-
-
-@dataclasses.dataclass(frozen=True)
-class Emitted:
-    """Which round emitted which output token: (number, output place of its root, drafts)."""
-
-    rounds: tuple[tuple[int, int, int], ...] = ()
-
-    def round_of(self, i: int) -> int | None:
-        """The round that emitted token i; None the prefill's, or not known."""
-        return next((n for n, at, k in self.rounds if at < i <= at + k + 1), None)
-
-    def inside(self, i: int) -> bool:
-        """Whether token i is an accepted draft."""
-        return any(at < i <= at + k for _, at, k in self.rounds)
 
 
 def without(config: SamplingConfig, names: Sequence[str]) -> SamplingConfig:
@@ -98,8 +88,17 @@ def shown(p: float) -> str:
 class Causes:
     """Other distributions for the same tokens, by their likelihood."""
 
-    def __init__(self, ours: Ours, groups: Sequence[Group], settings: Settings, noise: Noise):
+    def __init__(
+        self,
+        ours: Ours,
+        groups: Sequence[Group],
+        settings: Settings,
+        noise: Noise,
+        requests: Sequence[EngineRequest],
+        emitted: Sequence[Emitted],
+    ):
         self.ours, self.groups, self.settings, self.noise = ours, groups, settings, noise
+        self.requests, self.emitted = requests, emitted
         self.reported = sum(log_likelihood(g.placed.p) for g in groups)
 
     def greedy(self) -> tuple[str, str] | None:
@@ -120,10 +119,12 @@ class Causes:
             "_verify_uses_greedy)",
         )
 
-    def forbidden(
-        self, found: Sequence[Divergence], tokens: int, emitted: Sequence[Emitted]
-    ) -> tuple[str, str]:
+    def forbidden(self, found: Sequence[Divergence], tokens: int) -> tuple[str, str]:
         """Why tokens were sampled that the parameters forbid."""
+        counting = self._counting()
+        if counting is not None:
+            count = f"{len(found)} of {tokens} tokens {'is' if len(found) == 1 else 'are'}"
+            return COUNTED, f"{counting}: else {count} forbidden"
         skipped = [g.common() for g in self.groups if g.forbidden is not None and g.forbidden.any()]
         names = set.intersection(*skipped) if skipped else set()
         best = self._fits()
@@ -142,11 +143,26 @@ class Causes:
         places = [(d.request, d.position or 0) for d in found]
         count = f"{len(found)} of {tokens} sampled tokens {'is' if len(found) == 1 else 'are'}"
         words = f"{words}: {count} forbidden"
-        if all(emitted[n].inside(i) for n, i in places):
+        if all(self.emitted[n].inside(i) for n, i in places):
             words += ", inside accepted runs alone"
         elif all(i > 0 for _, i in places):
             words += ", no request's first token among them"
         return SKIPPED, words
+
+    def _counting(self) -> str | None:
+        """The other way to count penalised tokens that alone allows every token."""
+        groups = [g for g in self.groups if g.forbidden is not None and g.forbidden.any()]
+        ways = set.intersection(*(set(g.relaxed) for g in groups))
+        if not ways:
+            return None
+        fits = {w: sum(log_likelihood(g.relaxed[w].p) for g in groups) for w in ways}
+        skipped = set.intersection(*({*g.likelihoods} for g in groups))
+        other = [sum(g.likelihoods[n] for g in groups) for n in skipped]
+        most = max(fits.values())
+        if other and most - max(other) < GAIN:
+            return None
+        near = [w for w in WAYS if w in fits and most - fits[w] < GAIN]
+        return " or ".join(WORDS[w] for w in near)
 
     def _likely(self, names: set[str]) -> list[str]:
         """Of processors that each explain what is forbidden, those that fit the text best."""
@@ -179,6 +195,11 @@ class Causes:
             placed = [self._placed(g, without(g.config, names)) for g in self.groups]
             words = "all processors" if len(names) > 1 else "".join(names)
             found.append(self._entry(placed, SKIPPED, f"{words} ignored"))
+        for way in WAYS if any(g.config.penalises for g in self.groups) else ():
+            counting = [self.counting(g, way) for g in self.groups]
+            known = [p for p in counting if p is not None]
+            if len(known) == len(counting):
+                found.append(self._entry(known, COUNTED, WORDS[way]))
         return sorted(found, reverse=True)
 
     def _temperature(self) -> tuple[float, str, str]:
@@ -193,6 +214,31 @@ class Causes:
             words = f"another temperature, near {', '.join(f'{t:.2g}' for t in found)}"
             tried.append(self._entry(placed, TEMPERATURE, words))
         return max(tried)
+
+    def counting_by_likelihood(self) -> str | None:
+        """The way to count penalised tokens that the text shows beyond `REJECT`.
+
+        Under the right distribution the ratio of another's likelihood to its own exceeds x with a
+        probability of 1/x at most, whatever the number of tokens (Markov).
+        """
+        fits = {}
+        for way in WAYS if any(g.config.penalises for g in self.groups) else ():
+            placed = [self.counting(g, way) for g in self.groups]
+            if all(p is not None for p in placed):
+                fits[way] = sum(log_likelihood(p.p) for p in placed if p is not None)
+        best = max(fits, key=fits.__getitem__, default=None)
+        if best is None or fits[best] - self.reported < math.log(len(fits) / REJECT):
+            return None
+        return best
+
+    def counting(self, group: Group, way: str, lift: float = 0.0) -> Placed | None:
+        """All rows with penalties for what `way` counts; None where that is not known."""
+        if not group.config.penalises:
+            return group.placed
+        found = counted_in(group.texts, self.requests, self.emitted, way)
+        if found is None:
+            return None
+        return place(self.ours, group.texts, group.config, lift=lift, counted=found)
 
     def _placed(self, group: Group, config: SamplingConfig) -> Placed:
         return place(self.ours, group.texts, config)

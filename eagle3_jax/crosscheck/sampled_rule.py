@@ -7,9 +7,10 @@ import numpy as np
 
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.crosscheck.counts import check_counts
+from eagle3_jax.crosscheck.emitted import Emitted
 from eagle3_jax.crosscheck.goodness import binomial_fits
 from eagle3_jax.crosscheck.result import Divergence
-from eagle3_jax.crosscheck.sampled_causes import Emitted, Group
+from eagle3_jax.crosscheck.sampled_causes import Group
 from eagle3_jax.crosscheck.types import EngineRequest, EngineRun, Settings
 from eagle3_jax.trace import Round
 
@@ -131,20 +132,6 @@ def _expected(groups: Sequence[Group], emitted: Sequence[Emitted]) -> dict[str, 
             return None
         means[name] = float(whole.mean())
     return means
-
-
-def emitted_of(request: EngineRequest, ours: Sequence[Round], trusted: bool) -> Emitted:
-    """From the engine's rounds; from ours on its text where its counts are the same."""
-    if request.accepts is not None:
-        at, found = 0, []
-        for number, correct in enumerate(request.accepts):
-            found.append((number, at, correct))
-            at += correct + 1
-        return Emitted(tuple(found))
-    start = len(request.prompt)
-    return Emitted(
-        tuple((r.index, r.length - start, r.num_correct_drafts) for r in ours if trusted)
-    )
 
 
 def uncut_counts(

@@ -32,6 +32,14 @@ DUMPED_TOKENS = {True: 10, False: 5}
 """Enough for a fault of `ONCE` to be followed by a round; the others are there from the start."""
 NOT_IN_A_CHAIN = ("mask_bit", "tree_scores", "draft_position", "stale_draft_kv")
 """The first two have nothing to act on there; of the others these prompts' answers show nothing."""
+PENALISED = (
+    (0, {"frequency_penalty": 0.8}),
+    (2, {"frequency_penalty": 0.8}),
+    (2, {"repetition_penalty": 1.8}),
+    (3, {"frequency_penalty": 0.5, "repetition_penalty": 1.3, "presence_penalty": 0.3}),
+)
+"""Prompts with penalties, 40 tokens each: with fewer next to nothing repeats."""
+FROM = "logprob_start_len"
 HISTOGRAM = "spec_correct_drafts_histogram"
 NOT_KEPT = ("e2e_latency", "response_sent_to_client_ts", "weight_versions", "cached_tokens_details")
 INFO_KEYS = (
@@ -61,9 +69,16 @@ def body(prompt: list[int], *, states: bool, new_tokens: int = NEW_TOKENS) -> di
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
         "return_hidden_states": states,
         "return_logprob": True,
-        "logprob_start_len": 0,
+        FROM: 0,
         "top_logprobs_num": 3,
     }
+
+
+def penalised(prompt: list[int], penalties: dict[str, float]) -> dict[str, Any]:
+    """A greedy request with penalties, for logprobs of the output alone."""
+    request = body(prompt, states=False, new_tokens=40)
+    request["sampling_params"] |= penalties
+    return {k: v for k, v in request.items() if k not in ("return_hidden_states", FROM)}
 
 
 def ask(server: Server, request: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +157,8 @@ def record(python: Path, kind: str, only: list[str]):
             _write_json(folder / "server_info.json", _placed(info))
             _write_json(folder / "model_info.json", _placed(server.ask("/model_info")))
             write(folder / "right.jsonl", [ask(server, body(p, states=True)) for p in PROMPTS])
+            asked = [penalised(PROMPTS[i], given) for i, given in PENALISED]
+            write(folder / "penalties.jsonl", [ask(server, one) for one in asked])
             batch = together(engine, [body(p, states=True) for p in PROMPTS])
             write(folder / "right_batch4.jsonl", batch)
             dumped(engine, None, folder / "right.dump.tar.xz", PROMPTS[:1], 10)
