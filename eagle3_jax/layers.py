@@ -190,9 +190,9 @@ class Attention(nnx.Module):
             cache = cache.write(layer, k, v, rows.start)
             out = attend_causal(q, k, v, scale=H**-0.5, window=self.config.window)
         else:
-            buffers = cache.k[layer], cache.v[layer]
-            q, *buffers = append_rows(grouped, rotation, norms, *buffers, rows.start, eps)
-            cache = cache.written(layer, *buffers)
+            k, v = cache.k[layer], cache.v[layer]
+            q, k, v = append_rows(grouped, rotation, norms, k, v, rows.start, eps)
+            cache = cache.written(layer, k, v)
             out = attend_rows(q, cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
 
