@@ -1,10 +1,14 @@
 """The sampling parameters of an engine's requests, and which of them give a known distribution."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from eagle3_jax.config import ConfigError, SamplingConfig
+from eagle3_jax.crosscheck.processed import Texts
 from eagle3_jax.crosscheck.sampled_causes import AT_REST
-from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest
+from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 
 LEAST = 1e-6
 """A temperature below is greedy (SGLang `sampling_params._SAMPLING_EPS`)."""
@@ -61,3 +65,21 @@ def undecidable(request: EngineRequest, engine: str) -> str | None:
         if config.min_p and (config.top_k is not None or config.top_p < 1):
             return "vLLM applies min_p before top_k and top_p"
     return None
+
+
+def joint_rows(
+    config: SamplingConfig, run: EngineRun, requests: Sequence[EngineRequest], texts: Texts
+) -> np.ndarray | None:
+    """[R] the tokens that SGLang's plain sampler drew with top-k and top-p at once; None none.
+
+    Its verification, and with min-p its CUDA kernels, cut one after the other.
+    """
+    both = config.top_k not in (None, 1) and config.top_p < 1
+    kernels = run.settings.other.get("sampling_backend") != "pytorch"
+    if run.settings.engine != "sglang" or not both or (config.min_p and kernels):
+        return None
+    verifies = [
+        run.settings.tree is not None or bool(r.rounds) or "spec_verify_ct" in r.stats
+        for r in requests
+    ]
+    return (texts.index == 0) | ~np.asarray(verifies)[texts.owner]
