@@ -12,7 +12,6 @@ from test_crosscheck_sampled import (
     PROMPTS,
     _one_program,  # noqa: F401
     logits_of,
-    pair,  # noqa: F401
     softmax,
 )
 
@@ -30,6 +29,11 @@ from eagle3_jax.crosscheck import (
 from eagle3_jax.crosscheck.emitted import Emitted
 from eagle3_jax.crosscheck.processed import Texts, place, texts_of
 from eagle3_jax.crosscheck.sampled_requests import joint_rows
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_target, tiny_draft):
+    return tiny_target, tiny_draft
 
 
 @pytest.mark.parametrize("kind", every_other(["chain", "tree"]))
