@@ -88,7 +88,7 @@ class SamplingValues:
             return jnp.asarray(value, dtype)
 
         return cls(
-            scalar(config.temperature or 1.0),
+            scalar(1.0 if config.greedy else config.temperature),
             jnp.asarray(min(config.top_k or vocab_size, vocab_size), jnp.int32),
             scalar(config.top_p),
             scalar(config.min_p),

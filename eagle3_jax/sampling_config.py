@@ -10,6 +10,10 @@ from typing import Any, Literal
 from eagle3_jax.attention_config import ConfigError
 
 RuleName = Literal["greedy", "target_only", "rejection"]
+LEAST_TEMPERATURE = 1e-6
+"""Below it SGLang takes the most likely token (`sampling_params._SAMPLING_EPS`)."""
+MOST_BIAS = 1e30
+"""More, over a small temperature, would overflow float32."""
 RULES: tuple[RuleName, ...] = ("greedy", "target_only", "rejection")
 
 
@@ -24,7 +28,7 @@ class SamplingConfig:
     comes before the penalties and its min-p before top-k.
 
     Attributes:
-      temperature: 0 is greedy, on the penalised and biased logits.
+      temperature: 0 is greedy, on the penalised and biased logits, and so is all below 1e-6.
       top_k: most likely tokens kept, None for all; of equal ones the lower ids.
       top_p: the fewest most likely tokens whose probabilities reach this much.
       min_p: tokens at least this fraction as likely as the most likely one.
@@ -80,7 +84,7 @@ class SamplingConfig:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def penalises(self) -> bool:
@@ -208,7 +212,7 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         token = _whole("logit_bias: a token id", key, 0)
         if token in found:
             raise ConfigError(f"logit_bias has token {token} twice")
-        found[token] = _number(f"logit_bias of token {token}", value, -math.inf, math.inf)
+        found[token] = _number(f"logit_bias of token {token}", value, -MOST_BIAS, MOST_BIAS)
     return tuple(sorted(found.items()))
 
 

@@ -9,9 +9,8 @@ from eagle3_jax.config import ConfigError, SamplingConfig
 from eagle3_jax.crosscheck.processed import Texts
 from eagle3_jax.crosscheck.sampled_causes import AT_REST
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
+from eagle3_jax.sampling_config import LEAST_TEMPERATURE
 
-LEAST = 1e-6
-"""A temperature below is greedy (SGLang `sampling_params._SAMPLING_EPS`)."""
 NO_EFFECT = {
     *("temperature", "max_new_tokens", "max_tokens", "max_completion_tokens", "ignore_eos", "n"),
     *("stop", "stop_token_ids", "stop_regex", "skip_special_tokens", "no_stop_trim", "seed"),
@@ -35,7 +34,7 @@ def sampling_config(request: EngineRequest) -> SamplingConfig:
     given = {k: v for k, v in (request.sampling or {}).items() if v is not None}
     found: dict[str, Any] = {name: given[name] for name in AT_REST if name in given}
     temperature = request.temperature if request.temperature is not None else 1.0
-    if temperature < LEAST:
+    if temperature < LEAST_TEMPERATURE:
         found["top_k"], temperature = 1, 1.0
     try:
         return SamplingConfig(temperature, **found)
@@ -45,7 +44,7 @@ def sampling_config(request: EngineRequest) -> SamplingConfig:
 
 def is_sampled(request: EngineRequest) -> bool:
     """At a temperature, or greedy on logits that penalties or a bias change."""
-    if request.temperature is None or request.temperature >= LEAST:
+    if request.temperature is None or request.temperature >= LEAST_TEMPERATURE:
         return bool(request.temperature)
     config = sampling_config(request)
     return config.penalises or bool(config.logit_bias)
