@@ -9,8 +9,8 @@
 Exit status 1 and one line a fault: registers spilled, shared memory over the limit, a cache or a
 weight written as a whole in a round, temporaries over the budget, a mask of rows x slots, a host
 call, state that is not overwritten in place, or a kernel that does not run once per target layer
-and draft forward. docs/gpu.md says how to read the table. Prefill is left out: on a GPU it is
-cuDNN's, which does not compile without a GPU.
+and draft forward. docs/gpu.md says how to read the table. Prefill is the kernel's here: cuDNN's
+does not compile without a GPU.
 """
 
 import argparse

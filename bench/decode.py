@@ -45,7 +45,9 @@ SLOTS = 160
 
 def seconds_per_round(target, draft, ids, tree) -> tuple[float, int]:
     """Of the compiled loop alone, and the rounds it ran."""
-    run = Run(target, draft, [ids], args.max_new_tokens, tree, None, (), False)
+    run = Run(
+        target, draft, [ids], max_new_tokens=args.max_new_tokens, tree=tree, stop_token_ids=()
+    )
 
     def once() -> tuple[float, int]:
         state, _ = run._start(False)

@@ -8,26 +8,67 @@ import hlo
 import jax
 import jax.numpy as jnp
 import models
+import numpy as np
 import ptx
 from gpu_report import Expected, Row, examine
 from models import PAIRS, TREES, Pair
 
 from eagle3_jax import loop, sharding
-from eagle3_jax.config import TreeConfig
+from eagle3_jax.config import SamplingConfig, TreeConfig
+from eagle3_jax.ops.attention import attend, attend_causal
 from eagle3_jax.ops.tree_attention import tree_attention
+from eagle3_jax.sampling import SamplingPlan, SamplingValues
+from eagle3_jax.sampling_config import AcceptRule
 from eagle3_jax.state import Program, Weights
 
 CAPACITY = 64
 LARGE = 2**20
 """Elements from which an array counts as a weight that must not be copied."""
 KERNEL = "tree_attention_kernel"
+MOSAIC = "mosaic_attention_kernel"
 KERNEL_BUDGET = 64 * 2**20
 """Bytes of partial results of one call's splits."""
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampled:
+    """How a case samples: a name, the request and the rule."""
+
+    name: str
+    config: SamplingConfig
+    rule: AcceptRule
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PLAIN = Sampled("target_only", SamplingConfig(1.0), AcceptRule("target_only"))
+CUT = Sampled(
+    "target_only, top-k and top-p",
+    SamplingConfig(0.7, top_k=50, top_p=0.9),
+    AcceptRule("target_only"),
+)
+PENALISED = Sampled(
+    "rejection, top-p and penalties",
+    SamplingConfig(0.7, top_p=0.9, repetition_penalty=1.1),
+    AcceptRule("rejection"),
+)
+DRAWN = Sampled(
+    "rejection, drafts drawn", SamplingConfig(1.0), AcceptRule("rejection", sampled_drafts=True)
+)
+BLOCK = Sampled(
+    "rejection by block, drafts drawn, top-p",
+    SamplingConfig(0.7, top_p=0.9),
+    AcceptRule("rejection", sampled_drafts=True, block=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """One program: `round` or `finish` (the loop), for a pair, a tree, a context and devices."""
+    """One program: `round`, `finish` (the loop) or `start` (the prefill of `context` tokens).
+
+    `sampled`: None is greedy.
+    """
 
     pair: str
     tree: str | None
@@ -35,10 +76,14 @@ class Case:
     what: str = "round"
     batch: int = 1
     devices: int = 1
+    sampled: Sampled | None = None
+    dtype: str = "bfloat16"
 
     def __str__(self) -> str:
         size = f"{self.context // 1024}k"
         parts = [self.pair, self.what, self.tree or "decode", size]
+        parts += [self.dtype] * (self.dtype != "bfloat16")
+        parts += [str(self.sampled)] * (self.sampled is not None)
         parts += [f"batch {self.batch}"] * (self.batch > 1)
         parts += [f"{self.devices} devices"] * (self.devices > 1)
         return " ".join(parts)
@@ -53,21 +98,37 @@ CASES = (
     Case("qwen3-8b", "3/1/4", 2048),
     Case("qwen3-8b", "3/4/8", 32768),
     Case("qwen3-8b", "5/8/32", 2048, "finish"),
+    *(Case("llama-3.1-8b", "3/4/8", 2048, sampled=how) for how in (PLAIN, CUT, PENALISED)),
+    *(Case("llama-3.1-8b", "3/1/4", 2048, sampled=how) for how in (DRAWN, BLOCK)),
+    Case("llama-3.1-8b", "5/8/32", 2048, "finish", sampled=CUT),
+    Case("llama-3.1-8b", None, 2048, sampled=CUT),
+    Case("qwen3-8b", "3/4/8", 32768, sampled=CUT),
+    Case("qwen3-8b", "3/1/4", 2048, sampled=DRAWN),
+    Case("llama-3.1-8b", "3/4/8", 32768, "start"),
     Case("llama-3.3-70b", "3/4/8", 2048, devices=8),
     Case("llama-3.3-70b", "5/8/32", 32768, "finish", devices=8),
 )
 
 
-def budget(pair: Pair, tree: TreeConfig | None, batch: int) -> int:
-    """Bytes of temporaries a round may take: 64 MiB and three times the target's logits."""
+def budget(case: Case, pair: Pair, tree: TreeConfig | None) -> int:
+    """Bytes of temporaries a round may take: 64 MiB and three times the target's logits.
+
+    A sampled one, which sorts and adds up distributions, eight times. A prefill: its rows four
+    times as wide as the widest, an MLP's gate and up.
+    """
+    if case.what == "start":
+        wide = case.batch * case.context * 2 * pair.target.intermediate_size
+        return 64 * 2**20 + 4 * wide * jnp.dtype(case.dtype).itemsize
     nodes = 1 if tree is None else tree.num_draft_tokens
-    return 64 * 2**20 + 3 * 4 * batch * nodes * pair.target.vocab_size
+    times = 3 if case.sampled is None else 8
+    return 64 * 2**20 + times * 4 * case.batch * nodes * pair.target.vocab_size
 
 
 def expected(case: Case, pair: Pair, weights: Weights, state, devices: int) -> Expected:
     """What the program must hold, from its shapes."""
     tree = TREES[case.tree] if case.tree else None
     forwards = 0 if tree is None else tree.num_steps  # num_steps - 1 levels and the extend
+    prefill = case.what == "start"
     whole = {leaf.size for leaf in jax.tree.leaves(weights) if leaf.size >= LARGE}
     caches = {x.size for x in (*state.target_cache.k, *state.target_cache.v)}
     if state.draft_cache is not None:
@@ -78,21 +139,31 @@ def expected(case: Case, pair: Pair, weights: Weights, state, devices: int) -> E
 
     return Expected(
         kernel=KERNEL,
-        calls=pair.target.num_layers + forwards * pair.draft.num_layers,
-        cache=with_shards(caches),
-        weights=with_shards(whole),
+        calls=pair.target.num_layers + (1 if prefill else forwards) * pair.draft.num_layers,
+        # A prefill makes the caches; activations of a long prompt are as large as a weight.
+        cache=frozenset() if prefill else with_shards(caches),
+        weights=frozenset() if prefill else with_shards(whole),
         batch=case.batch,
         slots=state.target_cache.k[0].shape[1],
-        budget=budget(pair, tree, case.batch),
-        donated=len(jax.tree.leaves(state)),
+        budget=budget(case, pair, tree),
+        donated=0 if prefill else len(jax.tree.leaves(state)),
+        prompt=case.context if prefill else None,
     )
 
 
 def build(case: Case, pair: Pair, mesh) -> tuple[Program, Weights, object, object]:
-    """The program and its arguments as shapes."""
+    """The program, and weights, state and limits as shapes."""
     tree = TREES[case.tree] if case.tree else None
-    weights, target, draft = models.shapes_of(pair, jnp.bfloat16)
+    weights, target, draft = models.shapes_of(pair, jnp.dtype(case.dtype))
     program = models.programs(pair, target, draft, tree)
+    values = None
+    if case.sampled is not None:
+        config, vocabulary = case.sampled.config, pair.target.vocab_size
+        plan = SamplingPlan.of(config, case.sampled.rule)
+        program = dataclasses.replace(program, sampling=plan)
+        values = jax.eval_shape(
+            lambda: SamplingValues.of(config, case.batch, vocabulary, np.dtype(np.float32))
+        )
     specs = None
     if case.devices > 1:
         specs = Weights(
@@ -102,6 +173,7 @@ def build(case: Case, pair: Pair, mesh) -> tuple[Program, Weights, object, objec
     if tree is None:
         weights = Weights(weights.target, ())
     limits = jax.eval_shape(lambda: models.limits_of(CAPACITY))
+    limits = dataclasses.replace(limits, sampling=values)
     slots = models.slots_for(case.context, CAPACITY, tree)
     state = models.state_shapes(program, weights, limits, case.batch, slots, CAPACITY)
     spread = sharding.state_specs(state, case.devices) if case.devices > 1 else None
@@ -124,22 +196,22 @@ def compile_case(case: Case, layers: int | None) -> Row:
 
 
 def jitted(case: Case, program: Program, weights, state, limits) -> tuple:
-    """The function to compile and its arguments.
+    """The function to compile and its arguments."""
+    if case.what == "start":
+        slots, where = state.target_cache.k[0].shape[1], state.length.sharding
+        prompts, lengths = (
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+            for shape in ((case.batch, case.context), (case.batch,))
+        )
 
-    Over several devices the new state is asked for where the old one lies: XLA would choose a
-    split of its own, and could not write it in place.
-    """
-    if case.devices == 1:
-        function = {"round": loop.round_jit, "finish": loop.finish_jit}[case.what]
-        return function, program, weights, state, limits
+        def start(weights, prompts, lengths, limits):
+            return loop.start(
+                program, weights, prompts, lengths, limits, slots=slots, capacity=CAPACITY
+            )
 
-    def run(weights, state, limits):
-        if case.what == "finish":
-            return loop.finish(program, weights, state, limits)
-        return loop.round_(program, weights, state, limits)[0]
-
-    where = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(run, donate_argnums=1, out_shardings=where), weights, state, limits
+        return jax.jit(start), weights, prompts, lengths, limits
+    function = {"round": loop.round_jit, "finish": loop.finish_jit}[case.what]
+    return function, program, weights, state, limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +230,13 @@ class KernelCase:
     softcap: float | None = None
     sinks: bool = False
     latent: int | None = None  # width of the values within the keys
+    prefill: bool = False  # of `slots` rows
+    mosaic: bool = False
 
     def __str__(self) -> str:
-        parts = [f"kernel {self.dtype} H {self.width} T {self.rows} G {self.group}"]
+        rows = "prefill" if self.prefill else f"T {self.rows}"
+        what = "mosaic" if self.mosaic else "kernel"
+        parts = [f"{what} {self.dtype} H {self.width} {rows} G {self.group}"]
         parts += [f"K {self.kv_heads}"] * (self.kv_heads != 8)
         parts += [f"batch {self.batch}"] * (self.batch > 1)
         parts += [f"{self.slots // 1024}k"]
@@ -186,6 +262,15 @@ KERNEL_CASES = (
     *(KernelCase(rows, 576, 64, 1, latent=512) for rows in (1, 8)),
     *(KernelCase(8, width, dtype="float16") for width in (128, 256)),
     *(KernelCase(8, width, dtype="float32") for width in (64, 128, 256)),
+    *(KernelCase(0, 128, dtype=of, prefill=True) for of in ("bfloat16", "float32")),
+    KernelCase(0, 256, softcap=50.0, window=4096, prefill=True),
+    KernelCase(0, 64, group=8, sinks=True, window=128, prefill=True),
+    KernelCase(0, 576, 64, 1, latent=512, prefill=True),
+    *(KernelCase(rows, 128, mosaic=True) for rows in (1, 8, 32, 64)),
+    *(KernelCase(8, width, mosaic=True) for width in (64, 256)),
+    KernelCase(8, 128, batch=8, mosaic=True),
+    KernelCase(10, 128, words=3, softcap=50.0, mosaic=True),
+    KernelCase(8, 128, dtype="float16", mosaic=True),
 )
 
 
@@ -193,7 +278,8 @@ def compile_kernel(case: KernelCase) -> Row:
     """Compiles one attention call alone and looks at it."""
     mesh = h200.mesh()
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
-    B, T, K, S = case.batch, case.rows, case.kv_heads, case.slots
+    B, K, S = case.batch, case.kv_heads, case.slots
+    T = S if case.prefill else case.rows
     cache = shape((B, S, K, case.width), dtype)
     words = case.words or -(-T // 32)
     arrays = (
@@ -205,16 +291,28 @@ def compile_kernel(case: KernelCase) -> Row:
         (shape((B, T), jnp.int32), shape((B, S), jnp.int32)) if case.window else None,
         shape((K * case.group,), dtype) if case.sinks else None,
     )
-    run = functools.partial(
-        tree_attention,
-        scale=case.width**-0.5,
-        softcap=case.softcap,
-        window=case.window,
-        width=case.latent,
-    )
+    options = {
+        "scale": case.width**-0.5,
+        "softcap": case.softcap,
+        "window": case.window,
+        "width": case.latent,
+    }
+    run = functools.partial(tree_attention, **options)
+    if case.mosaic:
+        arrays = arrays[:5]
+        run = functools.partial(
+            attend, implementation="mosaic", scale=case.width**-0.5, softcap=case.softcap
+        )
+    if case.prefill:
+        q, k, v, *_, sinks = arrays
+        arrays = (q, k, v, sinks)
+
+        def run(q, k, v, sinks):
+            return attend_causal(q, k, v, sinks=sinks, **options)
+
     made = h200.compile_for(jax.jit(run), *h200.place(arrays, mesh), on=mesh)
     wanted = Expected(
-        kernel=KERNEL,
+        kernel=MOSAIC if case.mosaic else KERNEL,
         calls=1,
         cache=frozenset({cache.size}),
         weights=frozenset(),
@@ -222,6 +320,7 @@ def compile_kernel(case: KernelCase) -> Row:
         slots=S,
         budget=KERNEL_BUDGET,
         donated=0,
+        prompt=S if case.prefill else None,
     )
     return look(str(case), made, wanted)
 

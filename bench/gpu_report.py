@@ -24,6 +24,7 @@ class Expected:
         one device has it.
       batch, slots: a mask has more than batch x slots elements.
       budget: bytes of temporaries. donated: arrays of the state, each to be overwritten in place.
+      prompt: tokens of a prefill, of which no array may be the square.
     """
 
     kernel: str
@@ -34,6 +35,7 @@ class Expected:
     slots: int
     budget: int
     donated: int
+    prompt: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +148,8 @@ def is_kernel(op: Op, name: str) -> bool:
     """Whether it runs the Pallas kernel of that name; others may mention it in their code."""
     if op.opcode != "custom-call" or not any(part in op.target for part in KERNEL_CALLS):
         return False
+    if "mosaic_gpu" in op.target:  # the kernel's function stands in the operation's path
+        return f"/{name}/" in op.attributes
     return f'name = "{name}"' in op.attributes
 
 
@@ -180,15 +184,16 @@ def copies(module: Module, ops: Iterable[Op], expected: Expected) -> Iterable[st
 
 
 def masks(module: Module, expected: Expected) -> Iterable[str]:
-    """Integers or truth values over rows x slots, anywhere in the program."""
+    """Anywhere in the program: integers or truth values over rows x slots, a prompt's square."""
     for name, ops in module.computations.items():
         for op in ops:
             for array in op.results:
-                if (
+                mask = (
                     array.dtype in COUNTERS
                     and expected.slots in array.dims
                     and array.count > expected.batch * expected.slots
-                ):
+                )
+                if mask or array.dims.count(expected.prompt) > 1:
                     yield f"{array} made by {op.opcode} {op.name} in {name}{_source(op)}"
 
 

@@ -4,8 +4,12 @@ XLA takes the card's description as text. Programs compiled for it cannot run he
 compiler made of them can be read.
 """
 
+import atexit
 import dataclasses
+import functools
 import os
+import re
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -60,6 +64,30 @@ def place(shapes: Any, on: Mesh, specs: Any = None) -> Any:
     )
 
 
+@functools.cache
+def _mosaic_folder() -> Path:
+    """Where Mosaic GPU, which compiles its kernels itself, puts their PTX: one for the process."""
+    folder = Path(tempfile.mkdtemp(prefix="mosaic-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
+    return folder
+
+
+_mosaic: dict[str, list[str]] = {}
+
+
+def mosaic_ptx(hlo: str) -> list[str]:
+    """PTX of a program's Mosaic kernels. A kernel met before is not compiled again."""
+    hashes = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)
+    new = sorted(_mosaic_folder().glob("*.ptx"))
+    texts = [path.read_text() for path in new]
+    for path in _mosaic_folder().iterdir():
+        path.unlink()
+    for name in hashes:
+        _mosaic.setdefault(name, texts)
+    return [text for name in dict.fromkeys(hashes) for text in _mosaic[name]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A program for an H200.
@@ -84,6 +112,7 @@ def compile_for(function: Any, *args: Any, on: Mesh, **options: Any) -> Compiled
       options: XLA's debug options, by name.
     """
     start = time.perf_counter()
+    _mosaic_folder()
     with tempfile.TemporaryDirectory() as folder:
         # Without the abstract mesh jax 0.11 and later do not know which card Pallas compiles for.
         with jax.sharding.use_abstract_mesh(on.abstract_mesh):
@@ -93,6 +122,7 @@ def compile_for(function: Any, *args: Any, on: Mesh, **options: Any) -> Compiled
         texts = [path.read_text() for path in sorted(Path(folder).glob("*.ptx"))]
         texts = [text for text in texts if text.strip()]  # that of the constants may be empty
         # Programs of a few launches have no passes over thunks, so no list after them.
+        texts += mosaic_ptx(compiled.as_text())
         thunks = max(Path(folder).glob("*.thunk_sequence*.txt"), key=lambda path: len(path.name))
         order = thunks.read_text()
     return Compiled(

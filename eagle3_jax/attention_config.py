@@ -32,6 +32,9 @@ class RopeConfig:
       beta_fast, beta_slow, truncate: where yarn blends.
       attention_factor: on yarn's cos and sin; None: from `factor`, or `mscale` and
         `mscale_all_dim` (DeepSeek, Kimi).
+      mrope_section: multi-axis rope (Qwen-VL): pairs of elements that turn by time, height and
+        width; () for one axis. mrope_interleaved: the axes alternate (Qwen3-VL), else each has a
+        block (Qwen2-VL). mrope_interleaved_glm: alternate until an axis is used up (GLM-4V).
     """
 
     theta: float = 10000.0
@@ -46,6 +49,9 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+    mrope_interleaved_glm: bool = False
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
@@ -75,6 +81,32 @@ class RopeConfig:
                 "yarn rope needs beta_fast > beta_slow > 0 and a base above 1, found "
                 f"{self.beta_fast}, {self.beta_slow} and {self.theta}"
             )
+        self._check_axes()
+
+    def _check_axes(self):
+        sections, alternate = self.mrope_section, self.mrope_interleaved
+        whole = isinstance(sections, tuple) and all(type(n) is int and n >= 0 for n in sections)
+        if not whole or (sections and (len(sections) != 3 or not sum(sections))):
+            raise ConfigError(
+                f"mrope_section is {sections!r}, expected three sizes: time, height, width"
+            )
+        if (alternate or self.mrope_interleaved_glm) and not sections:
+            raise ConfigError("multi-axis rope that alternates needs mrope_section")
+
+    def check_sections(self, rotary_dim: int):
+        """Raises `ConfigError` unless the axes share all pairs of a head's rotary elements."""
+        if self.mrope_section and 2 * sum(self.mrope_section) != rotary_dim:
+            raise ConfigError(
+                f"mrope_section {list(self.mrope_section)} has {sum(self.mrope_section)} pairs, "
+                f"expected {rotary_dim // 2}: half of the {rotary_dim} elements that turn"
+            )
+
+    @property
+    def one_axis(self) -> "RopeConfig":
+        """The same without axes: what text runs under."""
+        return dataclasses.replace(
+            self, mrope_section=(), mrope_interleaved=False, mrope_interleaved_glm=False
+        )
 
     @property
     def amplitude(self) -> float:

@@ -7,6 +7,7 @@ from flax import nnx
 from eagle3_jax.attention_config import AttentionConfig, LatentAttentionConfig
 from eagle3_jax.cache import KVCache
 from eagle3_jax.layers import Attention, Linear, RMSNorm, Rows, Table, attend_rows
+from eagle3_jax.ops.attention import attend_causal
 from eagle3_jax.precision import accum_dtype
 from eagle3_jax.rope import rotate
 
@@ -58,7 +59,11 @@ class LatentAttention(nnx.Module):
         empty = jnp.zeros((B, T, 1, 0), x.dtype)
         cache = cache.write(layer, key, empty, rows.start, rows.positions)
         scale = (nope + s.qk_rope_head_dim) ** -0.5 * self.config.sharpness
-        mixed = attend_rows(q, (key, empty), cache, layer, rows, scale, self.config.window, R)
+        window = self.config.window
+        if rows.ancestors is None:
+            mixed = attend_causal(q, key, None, scale=scale, window=window, width=R)
+        else:
+            mixed = attend_rows(q, cache, layer, rows, scale, window, R)
         out = _each_head("btnr,nvr->btnv", mixed, up_v)
         return self.o(out.reshape(B, T, -1)), cache
 

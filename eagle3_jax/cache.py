@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eagle3_jax.ops.append import put_rows
+from eagle3_jax.ops.keep import keep_rows
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -49,24 +52,22 @@ class KVCache:
         The first layer puts their positions [B, T] for all. The caller guarantees that they fit: an
         update past the end would be moved, not refused.
         """
+        k, v = put_rows(self.k[layer], k, start), put_rows(self.v[layer], v, start)
+        return self.written(layer, k, v, start, positions)
+
+    def written(
+        self, layer: int, k: jax.Array, v: jax.Array, start: jax.Array, positions: jax.Array
+    ) -> "KVCache":
+        """With the whole buffers of a layer that has been written: `write` after its rows."""
         kept = self.positions
         if kept is not None and layer == 0:
-            kept = _put(kept, positions, start)
-        return KVCache(
-            _set(self.k, layer, _put(self.k[layer], k, start)),
-            _set(self.v, layer, _put(self.v[layer], v, start)),
-            kept,
-        )
+            kept = put_rows(kept, positions, start)
+        return KVCache(_set(self.k, layer, k), _set(self.v, layer, v), kept)
 
     def keep(self, path: jax.Array, start: jax.Array) -> "KVCache":
         """Moves slots start + path[:, d] to start + d in every layer; path is [B, P]."""
-        slots = start[:, None] + path
-
-        def move(buffer):
-            index = slots.reshape(*slots.shape, *[1] * (buffer.ndim - 2))
-            return _put(buffer, jnp.take_along_axis(buffer, index, axis=1), start)
-
-        return jax.tree.map(move, self)
+        leaves, treedef = jax.tree.flatten(self)
+        return jax.tree.unflatten(treedef, keep_rows(leaves, path, start))
 
     def first(self, slots: int) -> "KVCache":
         """The first `slots` slots."""
@@ -83,12 +84,3 @@ class KVCache:
 
 def _set(buffers: tuple, index: int, value) -> tuple:
     return (*buffers[:index], value, *buffers[index + 1 :])
-
-
-def _put(buffer: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    if buffer.shape[0] == 1:
-        zero = jnp.zeros((), start.dtype)
-        return lax.dynamic_update_slice(buffer, rows, (zero, start[0], *[zero] * (buffer.ndim - 2)))
-    return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis=0))(
-        buffer, rows, start
-    )

@@ -226,7 +226,9 @@ def manifest_config(manifest: Mapping[str, Any], path: Path) -> DraftConfig:
     """
     fields = dict(manifest["config"])
     try:
-        fields["rope"] = RopeConfig(**fields["rope"])
+        rope = dict(fields["rope"])
+        rope["mrope_section"] = tuple(rope.get("mrope_section", ()))
+        fields["rope"] = RopeConfig(**rope)
         if isinstance(fields["aux_boundaries"], list):
             fields["aux_boundaries"] = tuple(fields["aux_boundaries"])
         fields["windows"] = tuple(window or None for window in fields.get("windows", ()))

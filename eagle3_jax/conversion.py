@@ -172,7 +172,11 @@ def _understand(
         single=sizes.fuse == "none",
     )
     rope = read_rope(
-        config, findings, theta=options.rope_theta, ignore_scaling=options.ignore_rope_scaling
+        config,
+        findings,
+        theta=options.rope_theta,
+        ignore_scaling=options.ignore_rope_scaling,
+        rotary_dim=sizes.latent.qk_rope_head_dim if sizes.latent else sizes.head_dim,
     )
     if dialect.theta_untrue and options.rope_theta is None and rope.effective.theta != 10000.0:
         findings.note(

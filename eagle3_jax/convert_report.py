@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3_jax.config import RopeConfig
+from eagle3_jax.rope_config import stated_axes
 
 SIZES = (
     ("hidden_size", "D"),
@@ -117,11 +118,14 @@ def _rope(manifest: Mapping[str, Any]) -> list[str]:
     effective = rope["effective"]
     stated = ", ".join(f"{key} {value}" for key, value in rope["configured"].items()) or "nothing"
     plain = dataclasses.asdict(RopeConfig())
-    scaling = {key: value for key, value in effective.items() if value != plain[key]}
+    shown = {k: v for k, v in effective.items() if not k.startswith("mrope_")}
+    scaling = {key: value for key, value in shown.items() if value != plain[key]}
     numbers = " ".join(f"{k} {v:g}" for k, v in scaling.items() if k not in ("theta", "kind"))
+    axes = stated_axes(effective)
     return [
         f"rope: base {effective['theta']:g} ({origins['rope.theta']}), {effective['kind']} "
-        f"({origins['rope.kind']}){', ' + numbers if effective['kind'] != 'default' else ''}",
+        f"({origins['rope.kind']}){', ' + numbers if effective['kind'] != 'default' else ''}"
+        f"{', ' + axes if axes else ''}",
         f"  the file says: {stated}",
     ]
 

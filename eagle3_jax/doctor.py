@@ -16,9 +16,11 @@ from eagle3_jax.wirings.explain import SHOWN, engine_steps, engine_tree, explain
 from eagle3_jax.wirings.judge import Candidate, Judge
 from eagle3_jax.wirings.learned import LearnedMap, learn
 from eagle3_jax.wirings.material import Material
+from eagle3_jax.wirings.not_tried import not_tried
 from eagle3_jax.wirings.pack import pack
 from eagle3_jax.wirings.search import Search
 from eagle3_jax.wirings.stats import threshold
+from eagle3_jax.wirings.trees import UnderTree, rival, under_tree
 from eagle3_jax.wirings.undecided import undecided
 from eagle3_jax.wirings.wiring import Wiring, configured
 
@@ -53,6 +55,8 @@ class Diagnosis:
       stated: the configured wiring where the record lacks its boundaries, so that `configured` is
         the record's own.
       norms: root mean square of each boundary's states.
+      under_tree: the best wiring beside the configured one under the tree that was asked for.
+      not_tried: what could be wrong and was not tried, each with the reason.
     """
 
     verdict: Verdict
@@ -69,7 +73,9 @@ class Diagnosis:
     explained: str | None
     undecided: list[str]
     norms: dict[str, float]
+    not_tried: list[str]
     learned: LearnedMap | None = None
+    under_tree: UnderTree | None = None
     stated: Wiring | None = None
 
     @property
@@ -107,10 +113,12 @@ def diagnose(
       max_tokens: slots to score on; memory and time grow with its square.
 
     Raises:
-      RecordError: nothing to score. ConfigError: the record lacks the configured boundaries or the
-        draft needs a matrix of the target's that `shared` does not have.
+      RecordError: nothing to score. ConfigError: the record lacks the configured boundaries, the
+        draft needs a matrix of the target's that `shared` does not have, `num_steps` is not the
+        tree's, or topk exceeds the draft's vocabulary.
     """
     check_fits(record, draft.config)
+    _check_tree(draft, tree, num_steps)
     tree = tree or engine_tree(record)
     steps = num_steps or (tree.num_steps if tree else None) or engine_steps(record) or 3
     packed = pack(record, steps=steps, max_tokens=max_tokens)
@@ -135,12 +143,21 @@ def diagnose(
     best = base if best == base else search.settled(best, base)
     needed = threshold(len(search.tried))
     winner = judge.candidate(best)
+    drafted = tree if tree is not None and tree.topk > 1 else None
     if not (winner.z >= needed and winner.gain.low > 0 and judge.uses_states(best)):
-        best, winner = base, judge.candidate(base)
-    agreements, explained = [], None
-    if packed.pinned and tree is not None and tree.topk > 1:
+        best = base
+        if drafted is not None and drafted.num_steps == steps:
+            best = rival(judge, finalists, drafted, draft, needed)
+        winner = judge.candidate(best)
+    agreements, explained, under = [], None, None
+    if drafted is not None:
+        if drafted.num_steps == steps:
+            under, agreements = under_tree(search, base, best, drafted, draft)
+        if under is not None and under.gain.high < 0:  # chains gain, the trees that are served lose
+            under, agreements = under_tree(search, base, base, drafted, draft)
+            best, winner = base, judge.candidate(base)
         if best == base and stated is None and not changes and wiring is None:
-            agreements = explain_tree(packed, record, draft, shared, tree)
+            agreements = explain_tree(packed, record, draft, shared, drafted)
     else:
         agreements, explained = explain(search, best, base, options)
     if explained is not None and judge.candidate(explained).gain.low > 0:
@@ -149,7 +166,8 @@ def diagnose(
         agreements, explained = explain(search, best, base, options)
     table = [judge.candidate(w) for w in dict.fromkeys((base, best, *finalists))]
     chance = judge.candidate(shuffled)
-    verdict = _verdict(judge, base, best, agreements)
+    length = under.configured if under is not None else judge.candidate(base).accept_length
+    verdict = _verdict(judge, base, best, agreements, length)
     if verdict == "as_configured" and any(c.z >= needed and c.gain.high > 0 for c in table):
         verdict = "undecided"
     if stated is not None:
@@ -178,7 +196,9 @@ def diagnose(
         explained=agreements[0].name if agreements and agreements[0].equal else None,
         undecided=undecided(search, record, base, best, options),
         norms=_norms(material),
+        not_tried=not_tried(material, base),
         learned=learned,
+        under_tree=under,
         stated=stated,
     )
 
@@ -188,6 +208,7 @@ def _verdict(
     base: Wiring,
     best: Wiring,
     agreements: list[engine.Agreement],
+    length: float,
 ) -> Verdict:
     if best != base:
         return "wiring_differs"
@@ -197,7 +218,7 @@ def _verdict(
         return "engine_differs"
     if agreements and agreements[0].name != "refresh":
         return "engine_differs"
-    if judge.candidate(base).accept_length < WEAK:
+    if length < WEAK:
         return "not_matched"
     return "not_acceptance" if agreements else "as_configured"
 
@@ -229,6 +250,17 @@ def _recorded(record: Record, base: Wiring) -> Wiring:
         return dataclasses.replace(base, boundaries=record.boundaries)
     filled = (b if b in wanted else spare.pop(0) for b in base.boundaries)
     return dataclasses.replace(base, boundaries=tuple(filled))
+
+
+def _check_tree(draft: Eagle3Draft, tree: TreeConfig | None, num_steps: int | None):
+    if tree is None:
+        return
+    if num_steps not in (None, tree.num_steps):
+        raise ConfigError(f"num_steps is {num_steps}, the tree's is {tree.num_steps}: give one")
+    if tree.topk > draft.config.draft_vocab_size:
+        raise ConfigError(
+            f"topk={tree.topk} exceeds the draft vocabulary of {draft.config.draft_vocab_size}"
+        )
 
 
 def _check(material: Material, base: Wiring):

@@ -194,7 +194,8 @@ class Eagle3Draft(nnx.Module):
         table = self._own_or_shared(self.embed, shared, "embedding")
         embedded = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
         turning = self.config.attention().rotary_dim
-        rotation = rotations(self.config.rope, turning, rows.positions, self.dtype)
+        positions = rows.positions if rows.axes is None else rows.axes
+        rotation = rotations(self.config.rope, turning, positions, self.dtype)
         hidden = hidden.astype(self.dtype)
         for layer in self.layers:
             hidden, cache = layer(embedded, hidden, rotation, rows, cache)

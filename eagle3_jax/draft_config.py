@@ -150,7 +150,7 @@ class DraftConfig:
         if self.latent is not None:
             self._check_latent(self.latent)
         for index in range(self.num_layers):
-            self.attention(index)
+            self.rope.check_sections(self.attention(index).rotary_dim)
 
     def _check_latent(self, sizes: LatentSizes):
         width = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim

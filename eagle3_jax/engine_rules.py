@@ -77,6 +77,7 @@ class Engine:
       states: how many it always takes; None: as many as the file says. single_state: whether it
         knows `use_aux_hidden_state: false`.
       scalings: kinds of RoPE it knows. dynamic: "static" raises the base once, for all positions.
+      axes: whether it has multi-axis rope; "unscaled": of kind default, whatever the file says.
       yarn_reads_attention_factor: SGLang knows it under another name.
       scaled_base: the base it uses with scaled RoPE, whatever the file says.
       wants_vocab_key: dies without the key `draft_vocab_size`.
@@ -102,6 +103,7 @@ class Engine:
     single_state: bool = True
     scalings: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     dynamic: Literal["static", "own position"] = "static"
+    axes: Literal["none", "unscaled", "all"] = "all"
     yarn_reads_attention_factor: bool = True
     scaled_base: float | None = None
     wants_vocab_key: bool = False
@@ -147,6 +149,7 @@ ENGINES = {
                 "Gemma3ForCausalLM": AuxRule(last=True),
                 "MiniMaxM3SparseForConditionalGeneration": AuxRule(default_added=1),
             },
+            axes="unscaled",
             yarn_reads_attention_factor=False,
             wants_vocab_key=True,
             width_decides=True,
@@ -161,6 +164,7 @@ ENGINES = {
             families={"Gemma3ForCausalLM": AuxRule(last=True)},
             states=3,
             single_state=False,
+            axes="unscaled",
             yarn_reads_attention_factor=False,
             wants_vocab_key=True,
             width_decides=True,
@@ -216,6 +220,7 @@ ENGINES = {
             single_state=False,
             scalings=("default", "linear", "dynamic"),
             dynamic="own position",
+            axes="none",
             scaled_base=10000.0,
         ),
     )

@@ -10,12 +10,11 @@ from eagle3_jax.config import (
     Boundary,
     ConfigError,
     DraftConfig,
-    RopeConfig,
     default_boundaries,
 )
+from eagle3_jax.engine_rope import engine_rope
 from eagle3_jax.engine_rules import ENGINES, FILE, Engine
 from eagle3_jax.findings import ConvertError
-from eagle3_jax.rope_config import read_rope
 from eagle3_jax.source_config import SourceConfig
 
 __all__ = ["ENGINES", "Engine", "Profile", "run_as"]
@@ -127,7 +126,9 @@ class _Reading:
         fields |= self._layers()
         fields |= {
             "aux_boundaries": self._boundaries(),
-            "rope": self._rope(),
+            "rope": engine_rope(
+                self.engine, self.source, self.trained.attention().rotary_dim, self._cannot
+            ),
             "head": head,
             "embed": self._embed(head),
             "fuse": self._fuse(),
@@ -272,24 +273,6 @@ class _Reading:
             raise self._cannot(f"captures too few states: {error}") from None
         added = self.aux_rule.default_added
         return tuple(b + added if isinstance(b, int) else b for b in default)
-
-    def _rope(self) -> RopeConfig:
-        engine = self.engine
-        try:
-            rope = read_rope(self.source).effective
-        except ConvertError as error:
-            raise self._cannot(f"runs the file's RoPE, which is not supported: {error}") from None
-        if rope.kind not in engine.scalings:
-            raise self._cannot(f"knows no {rope.kind} rope")
-        if rope.kind != "default" and engine.scaled_base is not None:
-            rope = dataclasses.replace(rope, theta=engine.scaled_base)
-        if rope.kind == "yarn" and not engine.yarn_reads_attention_factor:
-            rope = dataclasses.replace(rope, attention_factor=None)
-        if rope.kind == "dynamic" and engine.dynamic == "static":
-            width = self.trained.attention().rotary_dim
-            raised = rope.factor**2 - rope.factor + 1
-            return RopeConfig(rope.theta * raised ** (width / (width - 2)))
-        return rope
 
     def _anywhere(self, key: str) -> bool:
         if key.startswith("eagle_config."):

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3_jax.aux_ids import AUX_KEY
-from eagle3_jax.config import DraftConfig, RopeConfig
+from eagle3_jax.config import DraftConfig
 from eagle3_jax.export_ids import TargetShape, layer_ids
+from eagle3_jax.export_rope import rope_keys
 from eagle3_jax.export_rules import PLAIN, REASONS, Form
 from eagle3_jax.findings import Findings
-from eagle3_jax.rope_config import KINDS, LENGTH
 from eagle3_jax.source_config import SourceConfig
 
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
@@ -38,7 +38,7 @@ class ConfigWriter:
         """The whole file; meaningless when `problems` is not empty."""
         self._check_switches()
         self._check_layers()
-        layer = self._layer() | self._rope()
+        layer = self._layer() | rope_keys(self.config.rope, self.form, self._cannot, self.findings)
         top = self._switches()
         ids = self._ids()
         made: dict[str, Any] = {"architectures": [self.form.architectures.get(self.kind, "")]}
@@ -205,38 +205,6 @@ class ConfigWriter:
         self.eagle[AUX_KEY] = ids
         return {} if len(ids) == 3 else {"num_aux_hidden_states": len(ids)}
 
-    def _rope(self) -> dict[str, Any]:
-        rope, form = self.config.rope, self.form
-        if rope.kind not in form.scalings:
-            self._cannot("rope", rope.kind, f"it knows {', '.join(form.scalings)}")
-        plain = RopeConfig()
-        for name in form.yarn_lacks if rope.kind == "yarn" else ():
-            if getattr(rope, name) != getattr(plain, name):
-                self._cannot(f"rope {name}", getattr(rope, name), "its yarn does not read it")
-        table = scaling_table(rope)
-        if form.name == "speculators":
-            return {"rope_parameters": {"rope_theta": rope.theta, **table}}
-        made: dict[str, Any] = {"rope_theta": rope.theta}
-        if rope.kind == "default":
-            return made
-        if rope.kind == "dynamic" and form.name in ("official", "specforge"):
-            made["max_position_embeddings"] = rope.original_max_position_embeddings
-        if form.name == "official":
-            if rope.theta != 10000.0:
-                self._cannot("rope theta", f"{rope.theta:g}", "scaled rope always has base 10000")
-            made["rope_scaling"] = {"type": rope.kind, "factor": rope.factor}
-            return made
-        if form.name == "specforge" and rope.kind == "yarn":
-            both = bool(rope.mscale and rope.mscale_all_dim)
-            table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-            table["mscale"] = rope.mscale if both else 1.0
-            table["mscale_all_dim"] = rope.mscale_all_dim if both else 0.0
-        if rope.kind == "dynamic" and form.name in ("sglang", "vllm"):
-            self.findings.warn(
-                "POS_SCALING", f"{form.name} raises the base once, for positions of any length"
-            )
-        return made | {"rope_scaling": table}
-
     def _speculators(
         self, layer: dict[str, Any], top: dict[str, Any], ids: dict[str, Any]
     ) -> dict[str, Any]:
@@ -273,15 +241,3 @@ class ConfigWriter:
             "dtype": self.dtype,
             "transformer_layer_config": layer,
         }
-
-
-def scaling_table(rope: RopeConfig) -> dict[str, Any]:
-    """A rope's kind and numbers under transformers' keys, the base left out."""
-    needed, optional = KINDS[rope.kind]
-    numbers, plain = dataclasses.asdict(rope), dataclasses.asdict(RopeConfig())
-    table: dict[str, Any] = {"rope_type": rope.kind}
-    table |= {key: numbers[key] for key in needed}
-    for key in optional:
-        if key in numbers and (key == LENGTH or numbers[key] != plain[key]):
-            table[key] = numbers[key]
-    return table

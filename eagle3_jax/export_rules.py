@@ -67,7 +67,8 @@ class Form:
         the tensors alone say it. What is not here must be as in `PLAIN`.
       narrow_embed: an own embedding is read when the draft is not as wide as the target.
       next_layers: kinds of layers after the first that it runs. windows: whether it has them.
-      scalings: kinds of RoPE. yarn_lacks: fields of yarn it does not read.
+      scalings: kinds of RoPE. yarn_lacks: fields of yarn it does not read. axes: multi-axis rope:
+        not at all, in blocks and without scaling, without scaling, or in any way.
       states: how many target states it always takes; None: as many as there are ids.
       mask: writes t2d beside d2t.
       engine: the profile whose reading of the file must be the draft as trained.
@@ -84,6 +85,7 @@ class Form:
     windows: bool = False
     scalings: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     yarn_lacks: tuple[str, ...] = ()
+    axes: Literal["none", "blocks", "unscaled", "all"] = "all"
     states: int | None = None
     mask: bool = True
     engine: str | None = None
@@ -111,6 +113,7 @@ FORMS = {
             stem="midlayer",
             ids="none",
             scalings=("default", "linear", "dynamic"),
+            axes="none",
             engine="official",
         ),
         Form(
@@ -119,6 +122,7 @@ FORMS = {
             {"fc_norm": "fc_norm", "feedback": "norm_output", "final_norm": "norm_output"},
             stem="midlayer",
             yarn_lacks=("attention_factor", "truncate"),
+            axes="blocks",
             states=3,
         ),
         Form(
@@ -137,6 +141,7 @@ FORMS = {
             stem="midlayer",
             next_layers=("hidden_norm",),
             yarn_lacks=("attention_factor",),
+            axes="unscaled",
             engine="sglang-0.5.23",
         ),
         Form(

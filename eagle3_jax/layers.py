@@ -11,9 +11,10 @@ from flax import nnx
 
 from eagle3_jax.attention_config import AttentionConfig
 from eagle3_jax.cache import KVCache
+from eagle3_jax.ops.append import append_rows, split
 from eagle3_jax.ops.attention import Window, attend, attend_causal
-from eagle3_jax.precision import accum_dtype, matmul
-from eagle3_jax.rope import rotate
+from eagle3_jax.ops.norm import rms_norm, row
+from eagle3_jax.precision import matmul
 
 MLP_GROUPS = 8
 """Devices over which the fused gate and up weight can be split without moving its halves."""
@@ -28,10 +29,11 @@ class Buffer(nnx.Variable):
 class Rows:
     """Where T new rows of each sequence go and what they see."""
 
-    positions: jax.Array  # [B, T] int32, for rotary embedding
+    positions: jax.Array  # [B, T] int32, for windows and rotary embedding
     start: jax.Array  # [B] int32, slot of the first row
     lengths: jax.Array  # [B] int32, slots that all of them see
     ancestors: jax.Array | None  # [B, T, words] uint32 over slots lengths + j; None: prefill
+    axes: jax.Array | None = None  # [B, 3, T] int32, multi-axis rotary positions; None: positions
 
     @classmethod
     def prefill(cls, batch: int, rows: int) -> "Rows":
@@ -121,7 +123,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., out]."""
         y = matmul(x, self.weight[...], transposed=self.narrows).astype(x.dtype)
-        return y if self.bias is None else y + _row(self.bias[...], y.ndim)
+        return y if self.bias is None else y + row(self.bias[...], y.ndim)
 
 
 class Table(nnx.Module):
@@ -145,15 +147,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Any shape whose last axes fit the weight's."""
-        wide = x.astype(jnp.dtype(accum_dtype(x.dtype)))
-        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean + self.eps)).astype(x.dtype) * _row(
-            self.weight[...], x.ndim
-        )
-
-
-def _row(weight: jax.Array, ndim: int) -> jax.Array:
-    return weight.reshape((1,) * (ndim - weight.ndim) + weight.shape)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -186,24 +180,25 @@ class Attention(nnx.Module):
         """Writes the rows' keys and values to the cache, then attends: [B, T, output_size]."""
         B, T, _ = x.shape
         N, K, H = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        G = N // K
-        grouped = self.qkv(x).reshape(B, T, K, G + 2, H)  # G query heads, a key, a value
-        qk, v = grouped[:, :, :, : G + 1], grouped[:, :, :, G + 1]
+        grouped = self.qkv(x).reshape(B, T, K, N // K + 2, H)  # G query heads, a key, a value
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            # Rejoined for one rotation, jax 0.10.2 makes a Triton fusion that XLA itself refuses.
-            q = rotate(self.q_norm(qk[:, :, :, :G].reshape(B, T, N, H)), *rotation)
-            k = rotate(self.k_norm(qk[:, :, :, G]), *rotation)
+            norms = self.q_norm.weight[...], self.k_norm.weight[...]
+        eps = self.config.norm_eps
+        if rows.ancestors is None:
+            q, *new = split(grouped, rotation, norms, eps)
+            cache = cache.write(layer, *new, rows.start, rows.positions)
+            out = attend_causal(q, *new, scale=H**-0.5, window=self.config.window)
         else:
-            qk = rotate(qk.reshape(B, T, -1, H), *rotation).reshape(B, T, K, G + 1, H)
-            q, k = qk[:, :, :, :G].reshape(B, T, N, H), qk[:, :, :, G]
-        cache = cache.write(layer, k, v, rows.start, rows.positions)
-        out = attend_rows(q, (k, v), cache, layer, rows, H**-0.5, self.config.window)
+            buffers = cache.k[layer], cache.v[layer]
+            q, *buffers = append_rows(grouped, rotation, norms, *buffers, rows.start, eps)
+            cache = cache.written(layer, *buffers, rows.start, rows.positions)
+            out = attend_rows(q, cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
 
 
 def attend_rows(
     q: jax.Array,  # [B, T, N, H]
-    new: tuple[jax.Array, jax.Array],  # keys and values of these rows, as the cache has them
     cache: KVCache,
     layer: int,
     rows: Rows,
@@ -211,14 +206,11 @@ def attend_rows(
     window: int | None,
     width: int | None = None,
 ) -> jax.Array:  # [B, T, N, width]
-    """Attention of rows that are in the cache already: over themselves in a prefill, else over it.
+    """Attention over the cache of rows that are in it already, by their ancestors.
 
     `width`: values are the first elements of the keys, as many as this.
     """
-    if rows.ancestors is None:
-        k, v = new
-        v = v if width is None else k[..., :width]
-        return attend_causal(q, k, v, scale=scale, window=window)
+    assert rows.ancestors is not None
     near = None
     if window is not None:
         assert cache.positions is not None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eagle3_jax import choice, sampling
+from eagle3_jax import choice, sampling, sharding
 from eagle3_jax.cache import KVCache
 from eagle3_jax.draft import Eagle3Draft
 from eagle3_jax.layers import Rows
@@ -91,7 +91,7 @@ def start(
         shape = jax.eval_shape(lambda s: round_(program, weights, s, limits)[1], state)
         log = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), shape)
         state = dataclasses.replace(state, log=log)
-    return state, tensors if program.tensors else {}
+    return sharding.pinned(state), tensors if program.tensors else {}
 
 
 def round_(
@@ -163,7 +163,7 @@ def round_(
         ),
         counts=None if state.counts is None else sampling.count(state.counts, tokens, kept),
     )
-    return state, record, tensors if program.tensors else {}
+    return sharding.pinned(state), record, tensors if program.tensors else {}
 
 
 def _draft_tree(

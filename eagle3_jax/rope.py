@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.attention_config import RopeConfig
+from eagle3_jax.attention_config import ConfigError, RopeConfig
 from eagle3_jax.precision import accum_dtype
 
 
@@ -46,21 +46,56 @@ def _kept_by_yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return 1.0 - np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
 
 
+def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """[head_dim / 2] which axis turns each pair: 0 time, 1 height, 2 width.
+
+    transformers `Qwen2VLRotaryEmbedding` (a block for each axis) and `Qwen3VLTextRotaryEmbedding`
+    (height at 1, 4, ... and width at 2, 5, ..., time at the rest); SGLang `MRotaryEmbedding` for
+    both and for GLM's layout, where an axis that is used up is passed over.
+    """
+    pairs, sections = head_dim // 2, rope.mrope_section
+    if rope.mrope_interleaved_glm:
+        left, found = list(sections), []
+        for pair in range(pairs):
+            axis = next(a % 3 for a in range(pair, pair + 3) if left[a % 3])
+            left[axis] -= 1
+            found.append(axis)
+        return np.array(found)
+    if not rope.mrope_interleaved:
+        return np.repeat(np.arange(3), sections)
+    found = np.zeros(pairs, np.int64)
+    for axis in (1, 2):
+        found[axis : 3 * sections[axis] : 3] = axis
+    return found
+
+
 def rotations(
     rope: RopeConfig, head_dim: int, positions: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin [B, T, 1, H/2] in the accumulation dtype of `dtype`, for all heads.
 
+    Positions are [B, T], the same on all axes, or [B, 3, T] for multi-axis rope.
+
     A `dynamic` base past the original length is that of a sequence which ends at the row's own
     position: what transformers uses row by row while decoding with a cache. It takes one base for
     all rows of a longer call; here a row does not depend on the rows computed with it.
+
+    Raises:
+      ConfigError: three axes, and a rope that has one.
     """
     accum = jnp.dtype(accum_dtype(dtype))
-    at = positions.astype(accum)[:, :, None, None]
+    if positions.ndim == 3:
+        if not rope.mrope_section:
+            raise ConfigError("positions on three axes: the rope has one (no mrope_section)")
+        turned_by = positions[:, axes(rope, head_dim)]  # [B, H/2, T]
+        at = jnp.swapaxes(turned_by, 1, 2)[:, :, None].astype(accum)
+        farthest = jnp.max(positions, axis=1).astype(accum)[:, :, None, None]
+    else:
+        at = farthest = positions.astype(accum)[:, :, None, None]
     frequency = jnp.asarray(inverse_frequencies(rope, head_dim), accum)[None, None, None]
     if rope.kind == "dynamic":
         original = rope.original_max_position_embeddings
-        length = jnp.maximum(at + 1.0, float(original))
+        length = jnp.maximum(farthest + 1.0, float(original))
         raised = rope.factor * length / original - (rope.factor - 1.0)
         power = np.arange(0, head_dim, 2, dtype=np.float64) / max(head_dim - 2, 1)
         frequency = frequency * raised ** jnp.asarray(-power, accum)[None, None, None]

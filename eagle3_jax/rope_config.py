@@ -20,7 +20,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Keys a kind needs, and keys it may have besides; `finetuned` changes no number."""
 
-MROPE_KEYS = ("mrope_section", "mrope_interleaved", "mrope_interleaved_glm", "interleaved")
+ALTERNATE = ("mrope_interleaved", "mrope_interleaved_glm")
+OMNI = "interleaved"
+"""Qwen3-Omni's second word for `mrope_interleaved`."""
 PARTIAL = "partial_rotary_factor"
 KIND_KEYS = ("rope_type", "type")
 HINT = "--ignore-rope-scaling runs the draft without scaling"
@@ -47,16 +49,19 @@ def read_rope(
     *,
     theta: float | None = None,
     ignore_scaling: bool = False,
+    rotary_dim: int | None = None,
 ) -> RopeChoice:
     """RoPE from `rope_parameters`, `rope_scaling` and `rope_theta` (top level or nested).
 
     A missing base is 10000, the default of every trainer read. `theta` and `ignore_scaling` are the
     user's overrides. Multi-axis rope (mrope, vision) is plain rope for text, where all three
-    positions of a token are equal: a finding says so.
+    positions of a token are equal: a finding says so. `rotary_dim`: elements of a head that turn,
+    which its sections must share.
 
     Raises:
       ConvertError: POS_THETA_NESTED when the places disagree on the base; POS_SCALING_UNSUPPORTED
-        for a kind or a key that is not understood; CONFIG_INVALID for values of another type.
+        for a kind or a key that is not understood; FEATURE_MROPE for sections that are none or do
+        not fit; CONFIG_INVALID for values of another type.
     """
     tables = _tables(config)
     configured: dict[str, Any] = {field.key: dict(field.value) for field in tables}
@@ -89,13 +94,19 @@ def read_rope(
     effective, kind_origin = RopeConfig(base), "default"
     seen: list[tuple[str, RopeConfig]] = []
     for field in tables:
-        effective, kind_origin = _scaled(config, field, base, findings), field.origin
+        effective, kind_origin = _scaled(config, field, base, rotary_dim), field.origin
         seen.append((field.key, effective))
-    scaled = [item for item in seen if item[1].kind != "default"]
+    scaled = [item for item in seen if item[1] != RopeConfig(base)]
     if scaled and len({rope for _, rope in seen}) > 1:
         raise ConvertError(
             "POS_SCALING_UNSUPPORTED",
             f"{config.where}: {' and '.join(key for key, _ in seen)} disagree; {HINT}",
+        )
+    if effective.mrope_section and findings is not None:
+        findings.note(
+            "FEATURE_MROPE",
+            f"{scaled[0][0]}: multi-axis rope, {axes_in_words(effective)}: plain rope for text; "
+            "where there were images a record gives the positions",
         )
     return RopeChoice(effective, theta_origin, kind_origin, configured)
 
@@ -124,9 +135,22 @@ def _inside(table: Field, key: str) -> Field | None:
     return None if value is None else Field(value, f"{table.key}.{key}")
 
 
-def _scaled(
-    config: SourceConfig, field: Field, base: float, findings: Findings | None
-) -> RopeConfig:
+def axes_in_words(rope: RopeConfig) -> str:
+    """How a multi-axis rope shares a head's pairs among time, height and width."""
+    how = "interleaved" if rope.mrope_interleaved else "in blocks"
+    how = "interleaved as GLM does" if rope.mrope_interleaved_glm else how
+    return f"sections {list(rope.mrope_section)} {how}"
+
+
+def stated_axes(rope: Mapping[str, Any]) -> str:
+    """`axes_in_words` of a rope as draft.json has it; "" for one axis."""
+    if not rope.get("mrope_section"):
+        return ""
+    said = {key: rope.get(key, False) for key in ALTERNATE}
+    return axes_in_words(RopeConfig(mrope_section=tuple(rope["mrope_section"]), **said))
+
+
+def _scaled(config: SourceConfig, field: Field, base: float, rotary_dim: int | None) -> RopeConfig:
     table: dict[str, Any] = {k: v for k, v in field.value.items() if v is not None}
     kinds = {key: table[key] for key in KIND_KEYS if key in table}
     if len(set(map(repr, kinds.values()))) > 1:
@@ -135,9 +159,9 @@ def _scaled(
             f"{config.where}: {field.key} has rope_type {kinds['rope_type']!r} and type "
             f"{kinds['type']!r}; {HINT}",
         )
-    kind = next(iter(kinds.values()), "default")
+    kind, shares = next(iter(kinds.values()), "default"), {}
     if kind == "mrope" or "mrope_section" in table:
-        kind = _mrope(config, field, table, kind, findings)
+        kind, shares = "default" if kind == "mrope" else kind, _mrope(config, field, table)
     if not isinstance(kind, str) or kind not in KINDS:
         raise ConvertError(
             "POS_SCALING_UNSUPPORTED",
@@ -154,14 +178,23 @@ def _scaled(
             "POS_SCALING_UNSUPPORTED",
             f"{config.where}: {field.key} of kind {kind} has {what}; {HINT}",
         )
-    if kind == "default":
-        return RopeConfig(base)
-    return _with_numbers(config, field, table, kind, base)
+    numbers = {} if kind == "default" else _numbers(config, field, table, kind)
+    try:
+        rope = RopeConfig(base, kind, **numbers)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConvertError("CONFIG_INVALID", f"{config.where}: {field.key}: {error}") from None
+    try:
+        rope = dataclasses.replace(rope, **shares)
+        if rotary_dim is not None:
+            rope.check_sections(rotary_dim)
+    except ConfigError as error:
+        raise ConvertError("FEATURE_MROPE", f"{config.where}: {field.key}: {error}") from None
+    return rope
 
 
-def _with_numbers(
-    config: SourceConfig, field: Field, table: Mapping[str, Any], kind: str, base: float
-) -> RopeConfig:
+def _numbers(
+    config: SourceConfig, field: Field, table: Mapping[str, Any], kind: str
+) -> dict[str, Any]:
     values = {key: Field(value, f"{field.key}.{key}") for key, value in table.items()}
     fields: dict[str, Any] = {"factor": config.number(values.get("factor"))}
     if kind == "llama3":
@@ -184,36 +217,28 @@ def _with_numbers(
                 f"max_position_embeddings; {HINT}",
             )
         fields[LENGTH] = length
-    try:
-        return RopeConfig(base, kind, **fields)  # type: ignore[arg-type]
-    except ConfigError as error:
-        raise ConvertError("CONFIG_INVALID", f"{config.where}: {field.key}: {error}") from None
+    return fields
 
 
-def _mrope(
-    config: SourceConfig,
-    field: Field,
-    table: dict[str, Any],
-    kind: Any,
-    findings: Findings | None,
-) -> Any:
-    """The kind under a multi-axis rope; its keys leave `table`."""
-    sections = table.get("mrope_section")
-    valid = isinstance(sections, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sections
-    )
-    if not valid or not sections:
+def _mrope(config: SourceConfig, field: Field, table: dict[str, Any]) -> dict[str, Any]:
+    """`RopeConfig`'s fields of a multi-axis rope; its keys leave `table`."""
+    sections = table.pop("mrope_section", None)
+    if not isinstance(sections, list) or len(sections) != 3:
         raise ConvertError(
             "FEATURE_MROPE",
             f"{config.where}: {field.key} asks for mrope, but mrope_section is "
-            f"{shorten(sections)}, expected a list of sizes",
+            f"{shorten(sections)}, expected a list of three sizes",
         )
-    for key in MROPE_KEYS:
-        table.pop(key, None)
-    if findings is not None and not any(f.code == "FEATURE_MROPE" for f in findings.items):
-        findings.warn(
+    said = {
+        key: config.flag(Field(table.pop(key), f"{field.key}.{key}"))
+        for key in (*ALTERNATE, OMNI)
+        if key in table
+    }
+    if said.get(OMNI, False) and not any(said.get(key) for key in ALTERNATE):
+        raise ConvertError(
             "FEATURE_MROPE",
-            f"{field.key}: multi-axis rope with sections {sections}: run as plain rope, which is "
-            "the same for text; drafting over images is not supported",
+            f"{config.where}: {field.key}.{OMNI} is true and {ALTERNATE[0]} is not: engines read "
+            "the latter, expected both alike",
         )
-    return "default" if kind == "mrope" else kind
+    said.pop(OMNI, None)
+    return {"mrope_section": tuple(sections), **{key: bool(value) for key, value in said.items()}}

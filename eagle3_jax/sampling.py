@@ -141,24 +141,42 @@ def probabilities(logits: jax.Array, plan: SamplingPlan, values: SamplingValues)
     probs = jax.nn.softmax(logits / values.temperature, axis=-1)
     if not plan.sorts:
         return probs
-    order = jnp.argsort(probs, axis=-1, stable=True, descending=True)
-    best = jnp.take_along_axis(probs, order, axis=-1)
+    # Only values are sorted: to carry ids along and to sort back by them costs three sorts.
+    ordered = best = jnp.sort(probs, axis=-1, descending=True)
+    sums = []
     if plan.top_k:
         rank = jnp.arange(best.shape[-1], dtype=jnp.int32)
-        best = _only(best, (rank < values.top_k)[None, None])
+        best = _only(best, (rank < values.top_k)[None, None], sums)
     if plan.top_p:
-        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p)
+        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p, sums)
     if plan.min_p:
-        best = _only(best, best >= values.min_p * best[..., :1])
-    back = jnp.argsort(order, axis=-1)
-    return jnp.take_along_axis(best, back, axis=-1)
+        best = _only(best, best >= values.min_p * best[..., :1], sums)
+    probs = jnp.where(_first(probs, ordered, jnp.sum(best > 0, axis=-1)), probs, 0)
+    for total in sums:
+        probs = probs / total
+    return probs
 
 
-def _only(probs: jax.Array, kept: jax.Array) -> jax.Array:
-    """What is kept, summing to one; the most likely always is."""
-    first = jnp.arange(probs.shape[-1], dtype=jnp.int32)[None, None] == 0
-    probs = jnp.where(kept | first, probs, 0)
-    return probs / jnp.sum(probs, axis=-1, keepdims=True)
+def _only(best: jax.Array, kept: jax.Array, sums: list[jax.Array]) -> jax.Array:
+    """What is kept, summing to one; the most likely always is. Its sum joins `sums`."""
+    first = jnp.arange(best.shape[-1], dtype=jnp.int32)[None, None] == 0
+    best = jnp.where(kept | first, best, 0)
+    sums.append(jnp.sum(best, axis=-1, keepdims=True))
+    return best / sums[-1]
+
+
+def _first(probs: jax.Array, ordered: jax.Array, count: jax.Array) -> jax.Array:
+    """Which of probs [B, T, V] are the `count` [B, T] largest; of equal ones the lower ids.
+
+    Args:
+      ordered: the same, largest first.
+    """
+    count = count.astype(jnp.int32)[..., None]
+    least = jnp.take_along_axis(ordered, count - 1, axis=-1)
+    room = count - jnp.sum(ordered > least, axis=-1, keepdims=True, dtype=jnp.int32)
+    equal = probs == least
+    earlier = jnp.cumsum(equal, axis=-1, dtype=jnp.int32)
+    return (probs > least) | (equal & (earlier <= room))
 
 
 def path_counts(tree: Tree, counts: jax.Array) -> jax.Array:
@@ -200,14 +218,37 @@ FINAL, NODES, DRAFTS = range(3)
 """Streams of `coins`: the token after the last accepted node, acceptance, drafts by level."""
 
 
+BLOCK = 256
+
+
 def draw(weights: jax.Array, coin: jax.Array) -> jax.Array:
     """[...] int32: the first id where the running sum of weights [..., V] exceeds coin x total.
 
     Rounding can leave none: then the last id of any weight (SGLang
-    `tree_speculative_sampling_target_only`).
+    `tree_speculative_sampling_target_only`). A large vocabulary is added up by blocks of ids, and
+    only the block where the sum is reached id by id: half the launches on a GPU, where the running
+    sum of all of them also ran out of registers.
     """
-    total = jnp.cumsum(weights, axis=-1)
-    exceeds = (total > (coin * total[..., -1])[..., None]) & (weights > 0)
+    size = weights.shape[-1]
+    if size <= 2 * BLOCK:
+        total = jnp.cumsum(weights, axis=-1)
+        return _reached(total, weights, coin * total[..., -1])
+    blocks = -(-size // BLOCK)
+    pad = [(0, 0)] * (weights.ndim - 1) + [(0, blocks * BLOCK - size)]
+    parts = jnp.pad(weights, pad).reshape(*weights.shape[:-1], blocks, BLOCK)
+    sums = jnp.sum(parts, axis=-1)
+    total = jnp.cumsum(sums, axis=-1)
+    goal = coin * total[..., -1]
+    block = _reached(total, sums, goal)[..., None]
+    before = jnp.where(block > 0, jnp.take_along_axis(total, jnp.maximum(block - 1, 0), axis=-1), 0)
+    part = jnp.take_along_axis(parts, block[..., None], axis=-2)[..., 0, :]
+    within = _reached(before + jnp.cumsum(part, axis=-1), part, goal)
+    return block[..., 0] * BLOCK + within
+
+
+def _reached(total: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """[...] int32: where the running sum of weights [..., n] first exceeds the goal [...]."""
+    exceeds = (total > goal[..., None]) & (weights > 0)
     index = lax.broadcasted_iota(jnp.int32, weights.shape, weights.ndim - 1)
     last = jnp.max(jnp.where(weights > 0, index, 0), axis=-1)
     return jnp.where(

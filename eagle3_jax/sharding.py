@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import ConfigError
+from eagle3_jax.ops.over_mesh import axes_for
 from eagle3_jax.state import LoopState
 
 DATA, MODEL = "data", "model"
@@ -72,7 +73,7 @@ def cache_specs(cache: KVCache, model: int) -> KVCache:
         heads = buffer.shape[2]
         if heads > 1 and heads % model:
             raise ConfigError(f"{heads} key/value heads do not divide by {model} devices")
-        return P(DATA, None, MODEL if heads > 1 else None, None)
+        return P(DATA, None, MODEL) if heads > 1 else P(DATA)
 
     return jax.tree.map(spec, cache)
 
@@ -96,6 +97,35 @@ def state_specs(state: LoopState, model: int) -> LoopState:
         correct=P(None, DATA),
         log=None if state.log is None else jax.tree.map(lambda _: P(None, DATA), state.log),
     )
+
+
+def pinned(state: LoopState) -> LoopState:
+    """The state held to `state_specs` over the mesh in scope; the same where there is none.
+
+    A program that returns its state so writes it where the old one lay. Left to itself XLA splits
+    some arrays another way, and then copies and resends them every round.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    batch, heads = state.length.shape[0], state.target_cache.k[0].shape[2]
+    if axes_for(batch, heads) == (None, None):
+        return state
+    specs = state_specs(state, 1)  # what does not divide is left whole below
+    return jax.tree.map(
+        lambda x, spec: jax.lax.with_sharding_constraint(x, _divided(x, spec, mesh)), state, specs
+    )
+
+
+def _divided(x: jax.Array, spec: P, mesh: Any) -> P:
+    """The spec without axes that the mesh lacks or that do not divide their dimension."""
+    sizes = dict(mesh.shape)
+
+    def kept(name: str | None, size: int) -> str | None:
+        return name if name in sizes and size % sizes[name] == 0 else None
+
+    names = [*map(kept, spec, x.shape)]
+    while names and names[-1] is None:  # as XLA spells what it returns: else jit compiles again
+        names.pop()
+    return P(*names)
 
 
 def put(arrays: Any, specs: Any, mesh: Mesh) -> Any:

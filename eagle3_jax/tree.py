@@ -65,12 +65,13 @@ def top_probabilities(logits: jax.Array, topk: int) -> tuple[jax.Array, jax.Arra
     Equal logits keep their order. Probabilities are over the whole draft vocabulary at
     temperature 1, whatever the request's temperature (SGLang `eagle_worker_v2`).
     """
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     if topk == 1:
         ids = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
         best = jnp.max(logits, axis=-1, keepdims=True)
     else:
         best, ids = lax.top_k(logits, topk)
+    top = best[..., :1]  # the largest is known: a logsumexp would look for it again
+    total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True)) + top
     return jnp.exp(best - total), ids.astype(jnp.int32)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from scripted_draft import Sizes, Tensors, Truth
 
-from eagle3_jax.config import DraftConfig, RopeConfig
+from eagle3_jax.config import DraftConfig, LatentSizes, RopeConfig
 
 LAYER = {
     "input_layernorm": "norm_embed",
@@ -14,19 +14,30 @@ LAYER = {
     **{f"self_attn.{n}_proj": f"attn.{n}" for n in "qkvo"},
     **{f"mlp.{n}_proj": f"mlp.{n}" for n in ("gate", "up", "down")},
 }
+LATENT = {
+    "q_a_proj": "q_a",
+    "q_a_layernorm": "q_a_norm",
+    "q_b_proj": "q_b",
+    "kv_a_proj_with_mqa": "kv_a",
+    "kv_a_layernorm": "kv_a_norm",
+    "kv_b_proj": "kv_b",
+    "o_proj": "o",
+}
 
 
 def draft_config(claim: Truth, sizes: Sizes) -> DraftConfig:
     """What the package's config of this wiring is; what it cannot say is left out."""
     s = claim.scaling or {}
     scaled = {k: v for k, v in s.items() if k != "rope_type"}
+    if claim.sections is not None:
+        scaled |= {"mrope_section": claim.sections, "mrope_interleaved": claim.interleaved}
     return DraftConfig(
         hidden_size=sizes.hidden,
         target_hidden_size=sizes.target_hidden,
         num_aux=len(claim.boundaries),
         intermediate_size=sizes.mlp,
         num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
+        num_kv_heads=sizes.heads if claim.latent else sizes.kv_heads,
         head_dim=sizes.head_dim,
         vocab_size=sizes.vocab,
         draft_vocab_size=sizes.draft_vocab if claim.head == "draft" else sizes.vocab,
@@ -45,7 +56,18 @@ def draft_config(claim: Truth, sizes: Sizes) -> DraftConfig:
         mlp_bias=claim.mlp_bias,
         embed=claim.embed,  # type: ignore[arg-type]
         head=claim.head,  # type: ignore[arg-type]
+        num_layers=claim.layers,
+        next_layers=claim.next_norm,  # type: ignore[arg-type]
+        next_spare_norm=claim.layers > 1,
+        latent=_latent(claim, sizes) if claim.latent else None,
     )
+
+
+def _latent(claim: Truth, sizes: Sizes) -> LatentSizes:
+    s = sizes
+    interleaved = claim.rope_pairs == "interleaved"
+    plain = s.head_dim - s.turning
+    return LatentSizes(s.latent, plain, s.turning, s.value, s.latent, interleaved)
 
 
 def torch_tensors(claim: Truth, w: Tensors) -> Tensors:
@@ -62,12 +84,22 @@ def torch_tensors(claim: Truth, w: Tensors) -> Tensors:
         **{f"midlayer.mlp.{n}_proj.bias": claim.mlp_bias for n in ("gate", "up", "down")},
     }
     kept = {k: v for k, v in w.items() if optional.get(k, True)}
+    kept = {k: v for k, v in kept.items() if claim.layers > 1 or not k.startswith("layers.1.")}
+    latent = {k: v for k, v in kept.items() if k.startswith("latent.") and k.endswith(".weight")}
+    kept = {k: v for k, v in kept.items() if not k.startswith("latent.")}
+    if claim.latent:
+        kept = {k: v for k, v in kept.items() if not k.startswith("midlayer.self_attn.")}
+        kept |= {k.replace("latent.", "midlayer.", 1): v for k, v in latent.items()}
+    if claim.layers > 1:
+        kept = {k: v for k, v in kept.items() if not k.startswith("layers.") or "bias" not in k}
     return {k: v for k, v in kept.items() if claim.fc_norm or not k.startswith("fc_norm.")}
 
 
 def canonical_tensors(claim: Truth, w: Tensors) -> Tensors:
     names = {"norm": "norm_final", "embed_tokens": "embed"}
-    names |= {f"midlayer.{ours}": f"layers.0.{canonical}" for ours, canonical in LAYER.items()}
+    for stem, index in (("midlayer", 0), ("layers.1", 1)):
+        names |= {f"{stem}.{ours}": f"layers.{index}.{name}" for ours, name in LAYER.items()}
+    names |= {f"midlayer.self_attn.{n}": f"layers.0.attn.{name}" for n, name in LATENT.items()}
     made: Tensors = {}
     for name, tensor in torch_tensors(claim, w).items():
         if name in ("d2t", "t2d") or name.startswith("fc_norm."):
@@ -99,7 +131,7 @@ def raw_config(claim: Truth, sizes: Sizes) -> dict[str, Any]:
         "draft_vocab_size": sizes.draft_vocab if claim.head == "draft" else sizes.vocab,
         "rms_norm_eps": sizes.eps,
         "rope_theta": claim.theta,
-        "rope_scaling": claim.scaling,
+        "rope_scaling": claim.scaling if claim.sections is None else _axes(claim),
         "max_position_embeddings": sizes.window,
         "tie_word_embeddings": False,
         "norm_before_residual": claim.norm_before_residual,
@@ -113,3 +145,8 @@ def raw_config(claim: Truth, sizes: Sizes) -> dict[str, Any]:
         },
     }
     return made
+
+
+def _axes(claim: Truth) -> dict[str, Any]:
+    made = {"rope_type": "default", "mrope_section": list(claim.sections or ())}
+    return made | ({"mrope_interleaved": True} if claim.interleaved else {})

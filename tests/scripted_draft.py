@@ -12,8 +12,8 @@ import numpy as np
 from eagle3_jax.config import TreeConfig
 
 Tensors = dict[str, np.ndarray]
-Row = tuple[np.ndarray, np.ndarray]
-"""Key and value of one row, [K, H] each."""
+Row = list[tuple[np.ndarray, np.ndarray]]
+"""Key and value of one row in each layer, [K, H] each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Sizes:
     mlp: int = 96
     eps: float = 1e-5
     window: int = 2048  # max_position_embeddings
+    latent: int = 24  # width of the latent and of the queries' own, with `Truth.latent`
+    turning: int = 8  # elements of a head that turn then
+    value: int = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +44,16 @@ class Truth:
       boundaries: the states it reads, in order; numbers, or "final_norm".
       residual: what the attention is added to: `"hidden"` (or its norm), or the `"embedding"`.
       rope_pairs: `"half"` or `"interleaved"`. position_clamp: no position is above it.
+      sections, interleaved: of multi-axis rope; the axes in blocks, or in turn.
       window: rows a row sees, itself included; None for all.
       table: the checkpoint's d2t as `"offset"`s, as target `"ids"`, or `"none"` at all.
       kv: committed rows are `"refresh"`ed from target states, `"keep"` what drafting wrote, or have
         a `"hole"` (zeros) at the last row of a full accept.
       shift: row t holds token t + shift. chunk: the last prompt row of each chunk holds token t.
       embed, head: `"target"` or `"draft"`: whose.
+      layers: how many. next_norm: the norm of later ones, which read the state alone. fed_from:
+        the layer whose state is fed back. runs: layers that run.
+      latent: DeepSeek's attention; keys and values of all heads from one short latent.
     """
 
     boundaries: tuple[Any, ...] = (2, 4, 5)
@@ -63,6 +70,8 @@ class Truth:
     residual: str = "hidden"
     theta: float = 10000.0
     scaling: dict[str, Any] | None = None
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
     rope_pairs: str = "half"
     position_clamp: int | None = None
     window: int | None = None
@@ -72,6 +81,11 @@ class Truth:
     chunk: int | None = None
     embed: str = "target"
     head: str = "draft"
+    layers: int = 1
+    next_norm: str = "input_layernorm"
+    fed_from: str = "last"
+    runs: int = 9
+    latent: bool = False
 
 
 def weights(sizes: Sizes, num_aux: int, seed: int) -> Tensors:
@@ -107,6 +121,29 @@ def weights(sizes: Sizes, num_aux: int, seed: int) -> Tensors:
     ids = np.sort(rng.choice(s.vocab, s.draft_vocab, replace=False))
     made["d2t"] = ids - np.arange(s.draft_vocab)
     made["t2d"] = np.isin(np.arange(s.vocab), ids)
+    rng = np.random.default_rng([seed, 12])
+    for name, rows, columns, gain in (
+        ("q_a_proj", s.latent, 2 * D, 1.0),
+        ("q_b_proj", N, s.latent, 2.5),
+        ("kv_a_proj_with_mqa", s.latent + s.turning, 2 * D, 1.5),
+        ("kv_b_proj", s.heads * (s.head_dim - s.turning + s.value), s.latent, 2.0),
+    ):
+        linear(f"latent.self_attn.{name}", rows, columns, gain)
+    linear("latent.self_attn.o_proj", D, s.heads * s.value, 2.0)
+    made["latent.self_attn.q_a_layernorm.weight"] = 1 + 0.2 * rng.standard_normal(s.latent)
+    made["latent.self_attn.kv_a_layernorm.weight"] = 1 + 0.2 * rng.standard_normal(s.latent)
+    for name, rows, columns, gain in (
+        ("self_attn.q_proj", N, D, 2.5),
+        ("self_attn.k_proj", K, D, 2.5),
+        ("self_attn.v_proj", K, D, 2.0),
+        ("self_attn.o_proj", D, N, 2.0),
+        ("mlp.gate_proj", s.mlp, D, 1.5),
+        ("mlp.up_proj", s.mlp, D, 1.5),
+        ("mlp.down_proj", D, s.mlp, 1.5),
+    ):
+        linear(f"layers.1.{name}", rows, columns, gain)
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        made[f"layers.1.{name}.weight"] = 1 + 0.4 * rng.standard_normal(D)
     return {k: v.astype(np.float32) if v.dtype == np.float64 else v for k, v in made.items()}
 
 
@@ -122,7 +159,8 @@ class ReferenceDraft:
         self.head = own if truth.head == "draft" else head.astype(np.float64)
         self.rows: list[Row] = []
         self.positions: list[int] = []
-        self.out = np.zeros(sizes.hidden)
+        self.axes: np.ndarray | None = None  # [3, prompt] positions of an image's tokens and text
+        self.out = np.zeros((2, sizes.hidden))
         index = np.arange(len(self.head))
         if len(self.head) < sizes.vocab:
             table = {"offset": index + w["d2t"], "ids": w["d2t"] % sizes.vocab, "none": index}
@@ -131,7 +169,8 @@ class ReferenceDraft:
         self.frequency = self._frequencies()
 
     def _frequencies(self) -> np.ndarray:
-        H, s = self.sizes.head_dim, self.truth.scaling
+        s = self.truth.scaling
+        H = self.sizes.turning if self.truth.latent else self.sizes.head_dim
         frequency = self.truth.theta ** (-np.arange(0, H, 2) / H)
         if s is None:
             return frequency
@@ -139,6 +178,20 @@ class ReferenceDraft:
         low, high = s["low_freq_factor"], s["high_freq_factor"]
         smooth = np.clip((original / wave - low) / (high - low), 0, 1)
         return (1 - smooth) * frequency / s["factor"] + smooth * frequency
+
+    def place(self, index: int) -> np.ndarray:
+        """[H/2] the position that turns each pair of a row's heads."""
+        clamp, sections = self.truth.position_clamp, self.truth.sections
+        if self.axes is None or sections is None:
+            return np.full(len(self.frequency), index if clamp is None else min(index, clamp))
+        count = self.axes.shape[1]
+        at = np.full(3, self.axes.max() + 1 + index - count)
+        at = self.axes[:, index] if index < count else at
+        axis = np.repeat(np.arange(3), sections)
+        if self.truth.interleaved:
+            turn = np.arange(len(axis)) % 3
+            axis = np.where(np.arange(len(axis)) < 3 * np.array(sections)[turn], turn, 0)
+        return at[axis]
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
         scale = np.sqrt((x * x).mean(-1, keepdims=True) + self.sizes.eps)
@@ -149,10 +202,9 @@ class ReferenceDraft:
         return y + self.w[f"{name}.bias"] if bias else y
 
     def rotate(self, x: np.ndarray, position: int) -> np.ndarray:
-        clamp = self.truth.position_clamp
-        angle = (position if clamp is None else min(position, clamp)) * self.frequency
+        angle = self.place(position) * self.frequency
         c, s = np.cos(angle), np.sin(angle)
-        half = self.sizes.head_dim // 2
+        half = len(self.frequency)
         out = np.empty_like(x)
         first, second = slice(0, half), slice(half, None)
         if self.truth.rope_pairs == "interleaved":
@@ -174,33 +226,72 @@ class ReferenceDraft:
     def step(
         self, token: int, hidden: np.ndarray, position: int, drafted: list[Row]
     ) -> tuple[np.ndarray, Row]:
-        """One row over the committed rows and `drafted` ones: its output and its key and value."""
-        t, s = self.truth, self.sizes
-        e = self.embedding[token]
+        """One row over the committed rows and `drafted` ones.
+
+        Returns:
+          The states after the last layer and after the first, [2, D]; the row's keys and values.
+        """
+        t, e = self.truth, self.embedding[token]
         inner = self.norm(hidden, "midlayer.input_layernorm") if t.double_norm else hidden
         normed = self.norm(inner, "midlayer.hidden_norm")
         x = np.concatenate((self.norm(e, "midlayer.input_layernorm"), normed))
-        q, k, v = (
-            self.linear(x, f"midlayer.self_attn.{n}_proj", t.qkv_bias).reshape(-1, s.head_dim)
-            for n in "qkv"
-        )
-        own = (self.rotate(k, position), v)
-        oldest = -1 if t.window is None else position - t.window
-        seen = [r for r, p in zip(self.rows, self.positions, strict=True) if p > oldest]
-        seen = [*seen, *drafted, own]
-        keys = np.repeat(np.stack([r[0] for r in seen]), s.heads // s.kv_heads, axis=1)
-        values = np.repeat(np.stack([r[1] for r in seen]), s.heads // s.kv_heads, axis=1)
-        scores = np.einsum("nh,jnh->nj", self.rotate(q, position), keys) / np.sqrt(s.head_dim)
-        p = np.exp(scores - scores.max(1, keepdims=True))
-        mixed = np.einsum("nj,jnh->nh", p / p.sum(1, keepdims=True), values).reshape(-1)
         residual = normed if t.norm_before_residual else hidden
         residual = e if t.residual == "embedding" else residual
-        a = residual + self.linear(mixed, "midlayer.self_attn.o_proj", t.output_bias)
-        y = self.norm(a, "midlayer.post_attention_layernorm")
-        gate = self.linear(y, "midlayer.mlp.gate_proj", t.mlp_bias)
-        up = self.linear(y, "midlayer.mlp.up_proj", t.mlp_bias)
-        out = a + self.linear(gate / (1 + np.exp(-gate)) * up, "midlayer.mlp.down_proj", t.mlp_bias)
-        return out, own
+        oldest = -1 if t.window is None else position - t.window
+        seen = [r for r, p in zip(self.rows, self.positions, strict=True) if p > oldest]
+        seen = [*seen, *drafted]
+        own: Row = []
+        first = out = self.layer("midlayer", x, residual, position, [r[0] for r in seen], own)
+        for i in range(1, t.layers):
+            x = self.norm(out, f"layers.{i}.{t.next_norm}")
+            last = self.layer(f"layers.{i}", x, out, position, [r[i] for r in seen], own)
+            out = last if i < t.runs else out
+        return np.stack((out, first)), own
+
+    def layer(
+        self, name: str, x: np.ndarray, residual: np.ndarray, position: int, seen: Row, own: Row
+    ) -> np.ndarray:
+        """A whole layer for one row [D]; its key and value are added to `own`."""
+        t, s = self.truth, self.sizes
+        q, key, value = (self.latent if t.latent else self.grouped)(name, x, position)
+        own.append((key, value))
+        keys, values = (
+            np.repeat(np.stack(part), s.heads // part[0].shape[0], axis=1)
+            for part in zip(*seen, own[-1], strict=True)
+        )
+        scores = np.einsum("nh,jnh->nj", q, keys) / np.sqrt(s.head_dim)
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        mixed = np.einsum("nj,jnh->nh", p / p.sum(1, keepdims=True), values).reshape(-1)
+        attention = "latent" if t.latent else name
+        a = residual + self.linear(mixed, f"{attention}.self_attn.o_proj", t.output_bias)
+        y = self.norm(a, f"{name}.post_attention_layernorm")
+        gate = self.linear(y, f"{name}.mlp.gate_proj", t.mlp_bias)
+        up = self.linear(y, f"{name}.mlp.up_proj", t.mlp_bias)
+        gated = gate / (1 + np.exp(-gate)) * up
+        return a + self.linear(gated, f"{name}.mlp.down_proj", t.mlp_bias)
+
+    def grouped(self, name: str, x: np.ndarray, position: int):
+        """Query [N, H], key and value [K, H]."""
+        q, k, v = (
+            self.linear(x, f"{name}.self_attn.{n}_proj", self.truth.qkv_bias).reshape(
+                -1, self.sizes.head_dim
+            )
+            for n in "qkv"
+        )
+        return self.rotate(q, position), self.rotate(k, position), v
+
+    def latent(self, name: str, x: np.ndarray, position: int):
+        """The same of latent attention, every head written out."""
+        s, stem = self.sizes, "latent.self_attn"
+        plain = s.head_dim - s.turning
+        low = self.norm(self.linear(x, f"{stem}.q_a_proj"), f"{stem}.q_a_layernorm")
+        q = self.linear(low, f"{stem}.q_b_proj").reshape(s.heads, -1)
+        both = self.linear(x, f"{stem}.kv_a_proj_with_mqa")
+        c = self.norm(both[: s.latent], f"{stem}.kv_a_layernorm")
+        up = self.linear(c, f"{stem}.kv_b_proj").reshape(s.heads, -1)
+        turned = np.repeat(self.rotate(both[None, s.latent :], position), s.heads, axis=0)
+        q = np.concatenate((q[:, :plain], self.rotate(q[:, plain:], position)), axis=1)
+        return q, np.concatenate((up[:, :plain], turned), axis=1), up[:, plain:]
 
     def commit(self, position: int, token: int, aux: np.ndarray, kept: Row | None = None):
         """Writes the row of `position` from target states (or as drafted), as the next seed."""
@@ -210,10 +301,11 @@ class ReferenceDraft:
         self.out = out
 
     def feedback(self, out: np.ndarray) -> np.ndarray:
-        return self.norm(out, "norm") if self.truth.feedback == "post_norm" else out
+        fed = out[1] if self.truth.fed_from == "first" else out[0]
+        return self.norm(fed, "norm") if self.truth.feedback == "post_norm" else fed
 
     def logits(self, out: np.ndarray) -> np.ndarray:
-        return self.head @ (self.norm(out, "norm") if self.truth.final_norm else out)
+        return self.head @ (self.norm(out[0], "norm") if self.truth.final_norm else out[0])
 
     def best(self, out: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k best tokens as target ids, and their probabilities."""

@@ -38,6 +38,7 @@ class Request:
       prompt: its ids; None for random ones. first: position of the first state.
       misses: where the token after the accepted ones is drawn: anywhere, inside the draft
         vocabulary, or outside it (after a full accept: inside).
+      image: where it begins in the prompt, its rows and columns; gives positions on three axes.
     """
 
     script: Sequence[int] | Callable[[int, int], int] = SCRIPT
@@ -47,8 +48,20 @@ class Request:
     prompt: Sequence[int] | None = None
     first: int = 0
     misses: Misses = "any"
+    image: tuple[int, int, int] | None = None
     name: str = ""
     tags: tuple[str, ...] = ()
+
+    def axes(self) -> np.ndarray | None:
+        """[3, prompt_length] by time, height, width: an image's patches share one time."""
+        if self.image is None:
+            return None
+        begin, rows, columns = self.image
+        patches = [(begin, begin + r, begin + c) for r in range(rows) for c in range(columns)]
+        after = begin + max(rows, columns)
+        left = self.prompt_length - begin - len(patches)
+        text = [(t,) * 3 for t in range(begin)], [(after + t,) * 3 for t in range(left)]
+        return np.array([*text[0], *patches, *text[1]]).T
 
     def accepted(self, index: int, length: int) -> int:
         """Drafts the round accepts."""
@@ -169,6 +182,7 @@ def make(
     sequences, accepted, all_states = [], [], []
     for number, request in enumerate(requests):
         draft = ReferenceDraft(w, truth, sizes, embedding, head)
+        draft.axes = request.axes()
         longest = request.tokens + (request.rounds or 0) * (tree.num_steps + 1) + 64
         x = states(_states(np.random.default_rng([seed, number, 7]), longest, sizes))
         tokens, rounds = _play(
@@ -180,6 +194,7 @@ def make(
             aux=_stack(x, _all(capture, sizes), w, sizes)[request.first :],
             prompt_length=request.prompt_length,
             first=request.first,
+            positions=_continued(draft.axes, len(tokens)),
             rounds=tuple(rounds),
             name=request.name or f"request {number}",
             tags=request.tags,
@@ -196,6 +211,14 @@ def make(
         partial_context=any(r.first for r in requests),
     )
     return Scripted(record, accepted, truth, sizes, tree, w, embedding, head, all_states)
+
+
+def _continued(axes: np.ndarray | None, total: int) -> np.ndarray | None:
+    """[3, total]: text after the prompt counts on from the largest position."""
+    if axes is None:
+        return None
+    more = axes.max() + 1 + np.arange(total - axes.shape[1])
+    return np.concatenate([axes, np.repeat(more[None], 3, axis=0)], axis=1).astype(np.int32)
 
 
 def _play(
@@ -229,8 +252,7 @@ def _play(
         for i in range(a + 1):
             kept = found.rows[i] if truth.kv == "keep" and i < min(a, len(found.rows)) else None
             if truth.kv == "hole" and a == tree.num_steps and i == a - 1:
-                zero = np.zeros((draft.sizes.kv_heads, draft.sizes.head_dim))
-                kept = (zero, zero)
+                kept = [(0 * key, 0 * value) for key, value in draft.rows[-1]]
             commit(length + i, kept)
         proposed = tuple(int(t) for t in found.tokens) if tree.topk == 1 else None
         rounds.append(EngineRound(length, a, proposed, tokens[-1]))

@@ -88,11 +88,23 @@ def test_what_the_kernel_does_not_take_is_the_einsum():
     assert kernels(lowered(run, *shapes(1, 8, 4, 1, 640, 100, 1))) == 0
 
 
-def test_prefill_without_a_gpu_is_the_einsum():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_prefill_without_a_gpu_is_the_kernel(dtype):
     """cuDNN cannot be asked on this machine, so a program it lowers for one does without."""
-    q, k, v, *_ = shapes(1, 64, 4, 2, 64, 64, 1)
-    run = jax.jit(lambda q, k, v: attend_causal(q, k, v, scale=0.1))
-    assert "custom_call" not in lowered(run, q, k, v)
+    T = 200
+    q, k, v, *_ = shapes(1, T, 4, 2, 64, T, 1, dtype)
+    run = jax.jit(lambda q, k, v: attend_causal(q, k, v, scale=0.1, window=50))
+    text = lowered(run, q, k, v)
+    assert text.count('name = "tree_attention_kernel"') == 1
+    assert f"{T}x{T}x" not in text
+
+
+def test_latent_prefill_is_the_kernel_without_a_copy_of_the_values():
+    q, k, *_ = shapes(1, 100, 8, 1, 576, 100, 1)
+    run = jax.jit(lambda q, k: attend_causal(q, k, None, scale=0.1, width=512))
+    text = lowered(run, q, k)
+    assert text.count('name = "tree_attention_kernel"') == 1
+    assert "100x1x512x" not in text
 
 
 def test_heads_and_sequences_over_a_mesh():
@@ -117,7 +129,15 @@ def pair():
 @pytest.mark.parametrize("mode", ["ancestors", "beam_slots"])
 def test_a_round_runs_the_kernel_once_a_layer_and_draft_forward(pair, tree, mode):
     target, draft = pair
-    run = Run(target, draft if tree else None, [[1, 2, 3]], 8, tree, mode, (), False)
+    run = Run(
+        target,
+        draft if tree else None,
+        [[1, 2, 3]],
+        max_new_tokens=8,
+        tree=tree,
+        draft_attention=mode,
+        stop_token_ids=(),
+    )
     state, _ = jax.eval_shape(
         lambda: loop.start(
             run.program,

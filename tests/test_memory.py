@@ -34,7 +34,9 @@ def pair():
 def test_estimate_covers_what_xla_allocates(pair, prompt, batch):
     target, draft = pair
     tree = e3.TreeConfig(3, 4, 16)
-    run = Run(target, draft, [[1] * prompt] * batch, 20, tree, None, (), False)
+    run = Run(
+        target, draft, [[1] * prompt] * batch, max_new_tokens=20, tree=tree, stop_token_ids=()
+    )
     asked = run._need(batch)
     prompts = jnp.zeros((batch, run.padded), jnp.int32)
     lengths = jnp.full((batch,), prompt, jnp.int32)

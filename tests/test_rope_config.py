@@ -84,11 +84,24 @@ MROPE = {"type": "mrope", "mrope_section": [16, 24, 24], "mrope_interleaved": Tr
                 truncate=False,
             ),
         ),
-        (MROPE, RopeConfig(5e5)),
-        ({"rope_type": "default", "mrope_section": [4, 2, 2]}, RopeConfig(5e5)),
+        (MROPE, RopeConfig(5e5, mrope_section=(16, 24, 24), mrope_interleaved=True)),
+        (
+            {"rope_type": "default", "mrope_section": [4, 2, 2]},
+            RopeConfig(5e5, mrope_section=(4, 2, 2)),
+        ),
+        (
+            {"mrope_section": [8, 12, 12], "mrope_interleaved_glm": True},
+            RopeConfig(5e5, mrope_section=(8, 12, 12), mrope_interleaved_glm=True),
+        ),
         (
             YARN | {"mrope_section": [4, 2, 2]},
-            RopeConfig(5e5, "yarn", 32.0, original_max_position_embeddings=99),
+            RopeConfig(
+                5e5, "yarn", 32.0, original_max_position_embeddings=99, mrope_section=(4, 2, 2)
+            ),
+        ),
+        (
+            {"mrope_section": [24, 20, 20], "interleaved": True, "mrope_interleaved": True},
+            RopeConfig(5e5, mrope_section=(24, 20, 20), mrope_interleaved=True),
         ),
     ],
 )
@@ -99,15 +112,32 @@ def test_every_kind_of_scaling(raw, expected):
     assert found.effective == expected
     mrope = "mrope_section" in raw
     assert [f.code for f in findings.items] == ["FEATURE_MROPE"] * mrope
-    assert all("plain rope" in f.message for f in findings.items)
+    assert all("plain rope for text" in f.message for f in findings.items)
 
 
-@pytest.mark.parametrize("sections", [None, [], "16,24,24", [16, -1], [True]])
+@pytest.mark.parametrize(
+    "sections", [None, [], "16,24,24", [16, -1], [True], [4, 4], [4, 2, -1], [4, 2.0, 2], [0, 0, 0]]
+)
 def test_mrope_without_sections_is_refused(sections):
     raw = {"rope_scaling": {"type": "mrope", "mrope_section": sections}}
     with pytest.raises(ConvertError, match="mrope_section is") as caught:
         read(raw)
     assert caught.value.code == "FEATURE_MROPE"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "match"),
+    [
+        ({"mrope_section": [16, 24, 23]}, "FEATURE_MROPE", "63 pairs, expected 64: half of"),
+        ({"mrope_interleaved": False, "interleaved": True}, "FEATURE_MROPE", "expected both alike"),
+        ({"mrope_interleaved": "yes"}, "CONFIG_INVALID", "mrope_interleaved"),
+        ({"mrope_sections": [1]}, "POS_SCALING_UNSUPPORTED", "unknown key 'mrope_sections'"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(changes, code, match):
+    with pytest.raises(ConvertError, match=match) as caught:
+        read({"rope_scaling": MROPE | changes}, rotary_dim=128)
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", 3, ["x"]])
@@ -139,6 +169,10 @@ def test_other_kinds_are_refused_by_name_with_the_way_out(kind):
         ),
         (
             {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"factor": 4.0}},
+            "rope_parameters and rope_scaling disagree",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default"}, "rope_parameters": MROPE},
             "rope_parameters and rope_scaling disagree",
         ),
         (

@@ -66,7 +66,7 @@ def test_what_does_not_divide_is_named():
 
 def test_a_single_head_stays_whole():
     specs = sharding.cache_specs(KVCache.zeros(1, 2, 8, 1, 4, np.float32), 4)
-    assert specs.k == (P("data", None, None, None),)
+    assert specs.k == (P("data"),)
 
 
 SCRIPT = """

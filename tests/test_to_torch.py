@@ -15,7 +15,7 @@ from eagle3_jax import export_tensors
 from eagle3_jax.checkpoint import manifest_config, read_manifest
 from eagle3_jax.config import RopeConfig
 from eagle3_jax.engine_rules import ENGINES
-from eagle3_jax.export_config import scaling_table
+from eagle3_jax.export_rope import scaling_table
 
 D, E, A, F, N, K, H, V, W = toy.D, toy.E, toy.A, toy.F, toy.N, toy.K, toy.H, toy.V, toy.W
 DIALECTS = ("official", "specforge", "sglang", "speculators", "modelopt", "vllm")
@@ -263,6 +263,12 @@ SWITCHES = {
         (),
         ("speculators", "modelopt", "vllm"),
     ),
+    "rope mrope_section": (rope(type="mrope", mrope_section=[H // 2 - 2, 1, 1]), (), EVERY[1:]),
+    "rope mrope_interleaved": (
+        rope(rope_type="default", mrope_section=[H // 2 - 2, 1, 1], mrope_interleaved=True),
+        (),
+        EVERY[2:],
+    ),
     "aux_boundaries": (other_states, (), EVERY[1:]),
     "aux_boundaries or num_aux": (four_states, (), EVERY[2:]),
     "aux_boundaries unsorted": (no_order, (), ()),
@@ -394,9 +400,7 @@ def test_verify_sees_a_wrong_tensor_and_a_wrong_key(exporter, monkeypatch):
         flags = ("--verify",)
         exporter.refused("vllm", "lm_head.weight has other", code="EXPORT_DIFFERS", flags=flags)
     assert list(exporter.out.parent.iterdir()) == []
-    monkeypatch.setattr(
-        "eagle3_jax.export_config.scaling_table", lambda rope: {"rope_type": "yarn"}
-    )
+    monkeypatch.setattr("eagle3_jax.export_rope.scaling_table", lambda rope: {"rope_type": "yarn"})
     exporter.refused("speculators", "factor", code="EXPORT_DIFFERS", flags=("--verify",))
     assert list(exporter.out.parent.iterdir()) == []
 

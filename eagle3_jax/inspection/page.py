@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3_jax.inspection.serving import shown
+from eagle3_jax.rope_config import stated_axes
 
 STATUS = {0: "clean", 1: "warnings", 2: "unusable"}
 
@@ -104,8 +105,10 @@ def _vocabulary(vocabulary: Mapping[str, Any]) -> list[str]:
 def _rope(rope: Mapping[str, Any]) -> list[str]:
     stated = json.dumps(rope["configured"] or {})
     used = rope["effective"] or {}
+    axes = stated_axes(used)
     lines = [
-        f"rope: base {used.get('theta', 0):g}, {used.get('kind')} ({rope['origins']['theta']})",
+        f"rope: base {used.get('theta', 0):g}, {used.get('kind')}{', ' + axes if axes else ''} "
+        f"({rope['origins']['theta']})",
         f"  as configured: {stated}",
     ]
     trained = rope["trained"]

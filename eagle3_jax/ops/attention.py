@@ -3,35 +3,24 @@
 The einsum is the oracle for the kernels, and what a CPU runs.
 """
 
-import contextlib
 import dataclasses
 import functools
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from eagle3_jax.ops.over_mesh import over_mesh
+from eagle3_jax.ops import which
+from eagle3_jax.ops.blockwise import blockwise_causal, rows_of_a_block
+from eagle3_jax.ops.causal import causal_attention
+from eagle3_jax.ops.over_mesh import axes_for, over_mesh
 from eagle3_jax.ops.prefill import cudnn_causal, cudnn_takes
 from eagle3_jax.ops.tree_attention import takes, tree_attention
+from eagle3_jax.ops.which import Implementation, use_attention
 from eagle3_jax.precision import accum_dtype
 
-Implementation = Literal["xla", "pallas", "interpret"]
-
-_chosen = jax.make_user_context(None)
-
-
-def use_attention(implementation: Implementation | None) -> contextlib.AbstractContextManager:
-    """`with use_attention("xla"):` says what attention inside runs by, in this thread.
-
-    The choice is part of the key of every `jax.jit` cache: no program of another one is reused.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    return _chosen(_checked(implementation))
+__all__ = ["Implementation", "Window", "attend", "attend_causal", "use_attention"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +62,9 @@ def attend(
     Args:
       softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
       sinks: one logit a head that takes its share of the softmax and weighs nothing (gpt-oss).
-      implementation: `"xla"`, the einsum; `"pallas"`, the kernel; `"interpret"`, the kernel as
-        plain array operations, on any platform. None: what `use_attention` says, else the kernel
+      implementation: `"xla"`, the einsum; `"pallas"`, the kernel; `"mosaic"`, its twin for Hopper
+        (`mosaic_attention`) where that takes the arguments; `"interpret"`, the kernel as plain
+        array operations, on any platform. None: what `use_attention` says, else the kernel
         in programs for CUDA and the einsum in others. What the kernel does not take (float64,
         very wide keys: `tree_attention.takes`) is the einsum's in any case. The kernel has no
         derivative.
@@ -82,9 +72,8 @@ def attend(
     Raises:
       ValueError: an unknown implementation.
     """
-    chosen = _chosen.value if implementation is None else _checked(implementation)
 
-    def einsum(q, k, v, lengths, ancestors, sinks):
+    def einsum(q, k, v, lengths, ancestors, positions, sinks):
         seen, some = _visible(lengths, ancestors, k.shape[1])
         if window is not None:
             seen = seen & window.near()
@@ -92,74 +81,107 @@ def attend(
         out = _weigh(q, k, k[..., :width] if v is None else v, seen, scale, softcap, sinks)
         return jnp.where(some[:, :, None, None], out, jnp.zeros((), out.dtype))
 
-    def kernel(q, k, v, lengths, ancestors, sinks):
+    def kernel(*arrays, interpret):
+        if mosaic:
+            from eagle3_jax.ops.mosaic_attention import mosaic_attention
+
+            run = functools.partial(mosaic_attention, scale=scale, softcap=softcap)
+            return _over_mesh(lambda *a: run(*a[:-2]), arrays)
         run = functools.partial(
             tree_attention,
             scale=scale,
             softcap=softcap,
             window=None if window is None else window.size,
             width=width,
-            interpret=chosen == "interpret",
+            interpret=interpret,
         )
-        positions = None if window is None else (window.queries, window.keys)
-        return over_mesh(run, q, k, v, lengths, ancestors, positions, sinks)
+        return _over_mesh(run, arrays)
 
-    arrays = (q, k, v, lengths, ancestors, sinks)
-    if chosen == "xla" or not takes(q, k):
-        return einsum(*arrays)
-    if chosen is None:
-        return lax.platform_dependent(*arrays, cuda=kernel, default=einsum)
-    return kernel(*arrays)
+    mosaic = which.chosen(implementation) == "mosaic" and _mosaic_takes(
+        q, k, v, plain=window is None and sinks is None
+    )
+    positions = None if window is None else (window.queries, window.keys)
+    arrays = (q, k, v, lengths, ancestors, positions, sinks)
+    return which.run(einsum, kernel, arrays, takes=takes(q, k), implementation=implementation)
+
+
+def _mosaic_takes(*arrays, plain: bool) -> bool:
+    # Imported where it is asked for: a program for a CPU does without Mosaic's packages.
+    from eagle3_jax.ops.mosaic_attention import takes
+
+    return takes(*arrays, plain=plain)
+
+
+def _over_mesh(kernel, arrays) -> jax.Array:
+    """Of q, k, v, arrays by sequence, and sinks."""
+    k, between = arrays[1], len(arrays) - 4
+    data, model = axes = axes_for(k.shape[0], k.shape[2])
+    heads = P(data, None, model)
+    specs = (heads, heads, heads, *[P(data)] * between, P(model))
+    return over_mesh(kernel, arrays, axes, specs, heads)
 
 
 def attend_causal(
     q: jax.Array,  # [B, T, N, H]
     k: jax.Array,  # [B, T, K, H]
-    v: jax.Array,  # [B, T, K, any width]
+    v: jax.Array | None,  # [B, T, K, any width]; None: the first `width` elements of the keys
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N] logits
+    width: int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:  # [B, T, N, width of v]
     """Prefill from an empty cache: query t sees rows 0..t.
 
     Right padding needs no mask: no real row sees a padded one. The same arithmetic as `attend`.
+    No array of T x T exists for a long prompt: the kernel has none, and the einsum goes block by
+    block (`blockwise`).
 
     Args:
       window: of those only the last so many, for rows at positions 0, 1, 2 and so on.
-      implementation: `"xla"` and `"interpret"`: the einsum. Else cuDNN's flash attention where
-        jax has a GPU and cuDNN takes these arguments (`prefill.cudnn_takes`; bfloat16 and float16
-        only). Float32 is always the einsum: `jax.nn.dot_product_attention` leaves its products at
-        the backend's default precision, and takes its softmax in float32 even for float64.
+      implementation: as for `attend`. Where jax has a GPU and cuDNN takes these arguments
+        (`prefill.cudnn_takes`; bfloat16 and float16 only), its flash attention comes before the
+        kernel. (`jax.nn.dot_product_attention` would leave float32 products at the backend's
+        default precision, and takes its softmax in float32 even for float64.)
 
     Raises:
       ValueError: an unknown implementation.
     """
-    chosen = _chosen.value if implementation is None else _checked(implementation)
 
     def einsum(q, k, v, sinks):
+        v = k[..., :width] if v is None else v
+        rows = rows_of_a_block(q)
+        if rows < q.shape[1]:
+            return blockwise_causal(q, k, v, sinks, scale, window, softcap, rows)
         T = q.shape[1]
         seen = jnp.tril(jnp.ones((1, T, T), bool))
         if window is not None:
             seen &= ~jnp.tril(jnp.ones((1, T, T), bool), -window)
         return _weigh(q, k, v, seen, scale, softcap, sinks)
 
-    def cudnn(q, k, v, sinks):
-        return cudnn_causal(q, k, v, scale=scale, window=window)
+    def kernel(q, k, v, sinks, *, interpret):
+        if not interpret and cudnn:
+            return cudnn_causal(q, k, v, scale=scale, window=window)
+        run = functools.partial(
+            causal_attention,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            width=width,
+            interpret=interpret,
+        )
+        return _over_mesh(run, (q, k, v, sinks))
 
-    plain = softcap is None and sinks is None
-    if chosen in ("xla", "interpret") or not plain or not cudnn_takes(q, k, v):
-        return einsum(q, k, v, sinks)
-    return lax.platform_dependent(q, k, v, sinks, cuda=cudnn, default=einsum)
-
-
-def _checked(implementation: Implementation | None) -> Implementation | None:
-    names = get_args(Implementation)
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"implementation is {implementation!r}, expected {', '.join(names)}")
-    return implementation
+    cudnn = softcap is None and sinks is None and v is not None and cudnn_takes(q, k, v)
+    return which.run(
+        einsum,
+        kernel,
+        (q, k, v, sinks),
+        takes=cudnn or takes(q, k),
+        implementation=implementation,
+    )
 
 
 def _weigh(

@@ -1,42 +1,45 @@
 """A kernel on several devices: XLA cannot partition one, so each runs it on its own heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+Axes = tuple[str | None, str | None]
+"""The mesh axes, if any, that split sequences and KV heads."""
 
-def over_mesh(
-    kernel: Callable,
-    q: jax.Array,  # [B, T, N, H]
-    k: jax.Array,  # [B, S, K, H]
-    v: jax.Array | None,  # [B, S, K, width]
-    lengths: jax.Array,  # [B]
-    ancestors: jax.Array,  # [B, T, words]
-    positions: tuple[jax.Array, jax.Array] | None,  # [B, T] and [B, S]
-    sinks: jax.Array | None,  # [N]
-) -> jax.Array:  # [B, T, N, width]
-    """`kernel` of the arrays; sequences over the mesh's `data` axis, KV heads over `model`.
 
-    The mesh is the one in scope (`jax.set_mesh`), its axes of type Auto. An axis that does not
-    divide its dimension is left out: those devices do the same work.
+def axes_for(sequences: int, kv_heads: int) -> Axes:
+    """Of the mesh in scope (`jax.set_mesh`): `data` and `model`, those of type Auto.
+
+    An axis that does not divide its dimension is left out: those devices do the same work.
     """
-    arrays = (q, k, v, lengths, ancestors, positions, sinks)
     mesh = jax.sharding.get_abstract_mesh()
     auto = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto and mesh.shape[name] > 1
     }
-    data = "data" if "data" in auto and k.shape[0] % mesh.shape["data"] == 0 else None
-    model = "model" if "model" in auto and k.shape[2] % mesh.shape["model"] == 0 else None
-    used = {name for name in (data, model) if name is not None}
+    data = "data" if "data" in auto and sequences % mesh.shape["data"] == 0 else None
+    model = "model" if "model" in auto and kv_heads % mesh.shape["model"] == 0 else None
+    return data, model
+
+
+def over_mesh(
+    kernel: Callable, arrays: Sequence[Any], axes: Axes, specs: Sequence[P], out_specs: Any
+) -> Any:
+    """`kernel` of the arrays (None where there is none), each split as its spec says."""
+    used = {name for name in axes if name is not None}
     if not used:
         return kernel(*arrays)
-    heads, sequences = P(data, None, model, None), P(data)
-    specs = (heads, heads, heads, sequences, sequences, sequences, P(model))
     here = tuple(None if array is None else spec for array, spec in zip(arrays, specs, strict=True))
     return jax.shard_map(
-        kernel, mesh=mesh, in_specs=here, out_specs=heads, axis_names=used, check_vma=False
+        kernel,
+        mesh=jax.sharding.get_abstract_mesh(),
+        in_specs=here,
+        out_specs=out_specs,
+        axis_names=used,
+        check_vma=False,
     )(*arrays)

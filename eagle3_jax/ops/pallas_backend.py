@@ -1,13 +1,12 @@
 """Every name of Pallas's Triton backend that this project uses.
 
 jax deprecated that backend in 0.11 (a warning when a kernel is lowered; 0.12.0.1 still has it). The
-kernels import from here alone, so that a port starts with one file. It would go to `plgpu.kernel`
-(Mosaic GPU, Hopper and later). Not yet: its matrix products take 64 query rows or more, and a chain
-or a small tree has 16 to 32 (nodes times the heads of a group); from 64 rows on Triton emits the
-same instruction (wgmma). Its API has other names in the two jax versions this project supports.
+kernels import from here alone. `mosaic_attention` is the tree kernel's port to Mosaic GPU; it
+compiles with both jax versions this project supports and waits for a card to be timed on. It has no
+twin for the small kernels yet (`merge`, `append`, `keep`), which move little.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.experimental import pallas as pl
@@ -27,8 +26,12 @@ def call(
     warps: int,
     stages: int,
     interpret: bool,
+    aliases: Mapping[int, int] | None = None,
 ) -> Callable:
-    """`pl.pallas_call` on the Triton backend: without compiler parameters jax picks one itself."""
+    """`pl.pallas_call` on the Triton backend: without compiler parameters jax picks one itself.
+
+    `aliases`: input -> the output that overwrites it.
+    """
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -37,4 +40,5 @@ def call(
         out_shape=out_shape,
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
     )

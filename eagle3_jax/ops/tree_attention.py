@@ -31,6 +31,7 @@ class Sizes:
       nodes, group: T and G, folded into rows. words: of ancestors, a row.
       key, value: widths. shared: values are the first elements of the keys.
       window: positions a row sees, None for all.
+      chunks: sequences of rows, one after the other, that share one cache.
     """
 
     nodes: int
@@ -43,6 +44,7 @@ class Sizes:
     scale: float
     softcap: float | None
     window: int | None
+    chunks: int = 1
 
 
 def takes(q: jax.Array, k: jax.Array) -> bool:
@@ -86,11 +88,24 @@ def tree_attention(
         inputs += [_first_near(positions, window), *positions]
     if sinks is not None:
         inputs.append(sinks)
+    return run(sizes, cut, inputs, sinks, interpret)
+
+
+def run(
+    sizes: Sizes, cut: Plan, inputs: list, sinks: jax.Array | None, interpret: bool
+) -> jax.Array:  # [B, T, N, width of v]
+    """The kernel and, of several splits, the merge.
+
+    Args:
+      inputs: q [B, T, K, G, H], keys, lengths, ancestors and what else there is, in `_call`'s order
+        of specs.
+    """
+    B, T, K, G, _ = inputs[0].shape
     found = _call(sizes, cut, B, K, inputs, sinks is not None, interpret)
     if cut.splits == 1:
-        return found[0].reshape(B, T, N, value)
-    o, m, total = (x.reshape(cut.splits, B, T, N, *x.shape[5:]) for x in found)
-    return merge(o, m, total, sinks, q.dtype, interpret=interpret)
+        return found[0].reshape(B, T, K * G, sizes.value)
+    o, m, total = (x.reshape(cut.splits, B, T, K * G, *x.shape[5:]) for x in found)
+    return merge(o, m, total, sinks, inputs[0].dtype, interpret=interpret)
 
 
 def _first_near(positions: tuple[jax.Array, jax.Array], window: int | None) -> jax.Array:
@@ -107,18 +122,22 @@ def _call(
 ) -> list[jax.Array]:
     """o, m and the sums [splits, B, T, K, G, ...], or of one split the result in q's dtype."""
     node, slot = (None, s.nodes, None, s.group), (None, s.slots, None)
+
+    def cache(b):
+        return b if s.chunks == 1 else lax.div(b, jnp.int32(s.chunks))
+
     specs = {
         "q": pl.BlockSpec((*node, s.key), lambda r, h, b, p: (b, 0, h, 0, 0)),
-        "k": pl.BlockSpec((*slot, s.key), lambda r, h, b, p: (b, 0, h, 0)),
+        "k": pl.BlockSpec((*slot, s.key), lambda r, h, b, p: (cache(b), 0, h, 0)),
         "lengths": pl.BlockSpec((1,), lambda r, h, b, p: (b,)),
         "ancestors": pl.BlockSpec((None, s.nodes, s.words), lambda r, h, b, p: (b, 0, 0)),
     }
     if not s.shared:
-        specs["v"] = pl.BlockSpec((*slot, s.value), lambda r, h, b, p: (b, 0, h, 0))
+        specs["v"] = pl.BlockSpec((*slot, s.value), lambda r, h, b, p: (cache(b), 0, h, 0))
     if s.window is not None:
         specs["first"] = pl.BlockSpec((1,), lambda r, h, b, p: (b,))
         specs["at"] = pl.BlockSpec((None, s.nodes), lambda r, h, b, p: (b, 0))
-        specs["key_at"] = pl.BlockSpec((None, s.slots), lambda r, h, b, p: (b, 0))
+        specs["key_at"] = pl.BlockSpec((None, s.slots), lambda r, h, b, p: (cache(b), 0))
     if sinks:
         specs["sinks"] = pl.BlockSpec((s.group,), lambda r, h, b, p: (h,))
     rows = (cut.splits, batch, s.nodes, kv_heads, s.group)

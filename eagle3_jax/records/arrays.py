@@ -6,6 +6,7 @@
 | `aux` or `hidden_states` | [R, A, E], [R, A*E] | states; uint16 holds the bits of bfloat16 |
 | `prompt_length` | scalar | optional, default 0 |
 | `positions` | [R] | optional; consecutive positions of the rows, else from 0 on |
+| `mrope_positions` | [3, T] | optional; rotary positions by time, height and width |
 | `loss_mask` | [T] | optional |
 | `top_ids`, `top_logprobs` | [R, n] | optional, both |
 | `boundaries` | [A] | optional numbers, checked against `--boundaries` |
@@ -28,6 +29,7 @@ KEYS = {
     "hidden_states",
     "prompt_length",
     "positions",
+    "mrope_positions",
     "loss_mask",
     "top_ids",
     "top_logprobs",
@@ -73,6 +75,11 @@ def _sequence(path: Path, arrays: Mapping[str, np.ndarray], described: Described
     aux = fold(one_of("aux", "hidden_states"), len(slots), where, described.hidden_size)
     first = 0
     if "positions" in arrays:
+        if arrays["positions"].ndim > 1 and 3 in arrays["positions"].shape:
+            raise RecordError(
+                f"{where}: positions are {list(arrays['positions'].shape)}, expected those of the "
+                "rows [R]; positions on three axes are named mrope_positions"
+            )
         first = first_of(arrays["positions"], where)
         if arrays["positions"].size != len(aux):
             raise RecordError(
@@ -93,6 +100,14 @@ def _sequence(path: Path, arrays: Mapping[str, np.ndarray], described: Described
         loss_mask=mask,
         top_ids=arrays.get("top_ids"),
         top_logprobs=arrays.get("top_logprobs"),
+        positions=_on_axes(arrays.get("mrope_positions")),
         name=path.stem,
         tags=described.tags,
     )
+
+
+def _on_axes(positions: np.ndarray | None) -> np.ndarray | None:
+    """[3, T], also from transformers' [3, 1, T]; another shape is left for the record's checks."""
+    if positions is not None and positions.ndim == 3 and positions.shape[1] == 1:
+        return positions[:, 0]
+    return positions

@@ -37,7 +37,7 @@ def describe(
         final_norm=norm,
     )
     slots = len(record.boundaries)
-    tokens = rows = outputs = counted = masked = partial = rounds = accepted = 0
+    tokens = rows = outputs = counted = masked = partial = placed = rounds = accepted = 0
     squares, finite = np.zeros(slots), 0
     tops: set[int] = set()
     tags: dict[str, int] = {}
@@ -49,6 +49,7 @@ def describe(
         rows += len(sequence.aux)
         outputs += len(sequence.tokens) - sequence.prompt_length
         partial += sequence.first > 0
+        placed += sequence.positions is not None
         width, dtype = sequence.aux.shape[2], sequence.aux.dtype.name
         if sequence.loss_mask is not None:
             masked += 1
@@ -81,6 +82,7 @@ def describe(
         "state_bytes": rows * slots * width * np.dtype(_dtype(dtype)).itemsize if dtype else 0,
         "kind": record.kind,
         "partial_sequences": partial,
+        "multi_axis_positions": placed,
         "loss_masks": masked,
         "counted_tokens": counted,
         "top_logprobs": max(tops, default=0),
@@ -116,6 +118,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     ]
     if found["partial_sequences"]:
         rows.append(("context", f"partial in {found['partial_sequences']} sequences"))
+    if found["multi_axis_positions"]:
+        rows.append(("positions", f"on three axes in {found['multi_axis_positions']} sequences"))
     if found["loss_masks"]:
         rows.append(
             ("loss masks", f"{found['loss_masks']}, {found['counted_tokens']} tokens count")

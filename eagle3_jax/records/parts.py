@@ -44,6 +44,7 @@ class Part:
             "top_ids": _cast(sequence.top_ids, np.int32),
             "top_logprobs": _cast(sequence.top_logprobs, np.float32),
             **_pack_rounds(sequence.rounds),
+            "positions": _cast(sequence.positions, np.int32),
             "loss_mask": sequence.loss_mask,
         }
         self._small += [(prefix + name, a) for name, a in small.items() if a is not None]

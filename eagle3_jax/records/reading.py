@@ -151,6 +151,7 @@ def _read_sequence(
             loss_mask=small("loss_mask"),
             top_ids=small("top_ids"),
             top_logprobs=small("top_logprobs"),
+            positions=small("positions"),
             rounds=None if rounds is None else _unpack_rounds(rounds, small("proposed")),
             name=str(name),
             tags=tuple(map(str, fields["tags"])),

@@ -67,6 +67,7 @@ def check_sequence(sequence: RecordSequence, record: Record, where: str):
     mask = sequence.loss_mask
     if mask is not None and (mask.dtype != np.bool_ or mask.shape != (total,)):
         raise RecordError(f"{where}: loss_mask is {describe(mask)}, expected bool [{total}]")
+    _check_positions(sequence, record, where)
     _check_top(sequence, record, where)
     _check_rounds(sequence, record, where)
 
@@ -79,6 +80,36 @@ def _check_ids(ids: np.ndarray, vocab_size: int | None, what: str):
         raise RecordError(
             f"{what}: id {ids[place]} at position {place[0]} is outside the vocabulary "
             f"0..{top - 1} ({len(wrong)} such ids)"
+        )
+
+
+def _check_positions(sequence: RecordSequence, record: Record, where: str):
+    found, total = sequence.positions, len(sequence.tokens)
+    if found is None:
+        return
+    if found.shape != (3, total) or found.dtype.kind not in "iu":
+        flat = " (multi-axis rope of text alone needs none)" if found.ndim == 1 else ""
+        raise RecordError(
+            f"{where}: positions are {describe(found)}, expected integers [3, {total}], one row an "
+            f"axis: time, height, width{flat}"
+        )
+    top = np.iinfo(np.int32).max
+    if int(found.min()) < 0 or int(found.max()) > top:
+        raise RecordError(
+            f"{where}: positions span {found.min()}..{found.max()}, expected 0..{top}"
+        )
+    output = sequence.prompt_length
+    if record.kind == "text" or not 0 < output < total:
+        return
+    farthest = np.maximum.accumulate(found.max(axis=0).astype(np.int64))
+    wrong = (found[:, output:] != farthest[output - 1 : -1] + 1).any(axis=0)
+    if sequence.loss_mask is not None:
+        wrong &= sequence.loss_mask[output:]
+    if wrong.any():
+        token = output + int(np.argmax(wrong))
+        raise RecordError(
+            f"{where}: output token {token} is at positions {found[:, token].tolist()}, expected "
+            f"{farthest[token - 1] + 1} on each axis: text goes on after the largest so far"
         )
 
 

@@ -50,6 +50,8 @@ class RecordSequence:
       first: position of the first row of `aux`; above 0 the context is partial (a cached prefix).
       loss_mask: [T] bool, tokens to count; None for all of the output.
       top_ids, top_logprobs: [R, n] the target's best next tokens after each row, best first.
+      positions: [3, T] rotary positions by time, height and width, for drafts with multi-axis rope
+        (Qwen-VL's `get_rope_index`); None for text, where all three count the tokens.
       rounds: what the engine did, if known.
       name: of the request, for messages. tags: its groups, for tables.
     """
@@ -61,6 +63,7 @@ class RecordSequence:
     loss_mask: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    positions: np.ndarray | None = None
     rounds: tuple[EngineRound, ...] | None = None
     name: str = ""
     tags: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,12 @@ from eagle3_jax.config import TreeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.modules import take_apart
 from eagle3_jax.replays.engine import Bin, Span, Steps, chain_level, commit, grow_at
-from eagle3_jax.replays.result import Reason
 from eagle3_jax.replays.rows import Rows, check_finite
 from eagle3_jax.tree import Candidates, DraftAttention, Seed
 
 UNKNOWN, OUTSIDE = -2, -1
 """Ranks that are none: not asked for, and a token the draft vocabulary lacks."""
 
-NOWHERE = np.iinfo(np.int32).max
 SCORES_BYTES = 1 << 28
 
 
@@ -107,6 +105,7 @@ class BinReplay:
                     jnp.asarray(rows.positions[here]),
                     jnp.asarray(rows.low[here]),
                     jnp.arange(start + 1, start + 1 + C, dtype=jnp.int32),
+                    None if rows.axes is None else jnp.asarray(rows.axes[:, here]),
                 ),
                 np.int32(start),
                 top=self.topk if judge else 0,
@@ -134,7 +133,12 @@ class BinReplay:
         padded[1, :n] = self.rows.low[slots]
         padded[2, :n] = slots + 1
         padded[2, n:] = 1
-        return Span(*jnp.asarray(padded))
+        axes = None
+        if self.rows.axes is not None:
+            axes = np.zeros((3, C), np.int32)
+            axes[:, :n] = self.rows.farthest[slots] + ahead
+            axes = jnp.asarray(axes)
+        return Span(*jnp.asarray(padded), axes)
 
     def level0(self, slots: np.ndarray, topk: int) -> np.ndarray:
         """Whether the true token is among the topk best after each row."""
@@ -253,70 +257,3 @@ class BinReplay:
         if found is not None:
             found = jax.tree.map(lambda x: x[:n], found)
         return place[:n], rank, found
-
-
-@dataclasses.dataclass
-class Answers:
-    """Of one topk at the rows of a bin: what every num_steps and num_draft_tokens would accept."""
-
-    replay: BinReplay
-    topk: int
-    steps: int
-    chains: Chains | None
-    known: np.ndarray = dataclasses.field(init=False)
-    place: np.ndarray = dataclasses.field(init=False)
-    rank: np.ndarray = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        S = self.replay.rows.slots
-        self.known = np.zeros(S, bool)
-        if self.chains is not None:
-            return
-        self.place = np.full((S, self.steps, self.steps), NOWHERE, np.int32)
-        self.rank = np.full((S, self.steps), UNKNOWN, np.int32)
-        starts = np.flatnonzero(self.replay.rows.judged)
-        self.rank[starts, 0] = self.replay.rank[starts]
-        hit = self.replay.level0(starts, self.topk)
-        self.known[starts[~hit]] = True
-        self._growable = starts[hit]
-
-    def grow(self, wanted: Iterable[int], *, fill: bool):
-        """Drafts trees at the wanted rows; `fill` uses spare room for rows that come next."""
-        wanted = np.asarray(sorted(set(wanted)), np.int64)
-        if not len(wanted):
-            return
-        size = self.replay.starts_per_call(self.topk)
-        tree = TreeConfig(self.steps, self.topk, 2)
-        for first in range(0, len(wanted), size):
-            starts = wanted[first : first + size]
-            if fill:
-                starts = np.concatenate([starts, self._next(starts, size - len(starts))])
-            self.place[starts], self.rank[starts], _ = self.replay.trees(starts, tree)
-            self.known[starts] = True
-
-    def _next(self, starts: np.ndarray, room: int) -> np.ndarray:
-        """Up to `room` rows not drafted yet, the first ones after each of `starts`."""
-        free = self._growable[~self.known[self._growable]]
-        free = free[~np.isin(free, starts)]
-        each = -(-room // len(starts))
-        places = np.searchsorted(free, starts).tolist()
-        return np.unique(np.concatenate([free[at : at + each] for at in places]))[:room]
-
-    def accepted(self, slot: int, tree: TreeConfig) -> int:
-        """True drafts of a round that row `slot` seeds, as far as they can be judged."""
-        if self.chains is not None:
-            return min(int(self.chains.hits[slot]), tree.num_steps)
-        s, kept = tree.num_steps, tree.num_draft_tokens - 1
-        return int((self.place[slot, :s, s - 1] < kept).sum())
-
-    def miss(self, slot: int, level: int, tree: TreeConfig) -> tuple[Reason, int | None]:
-        """Why level `level` has no true draft, and the true token's rank there, 1 for the best."""
-        table = self.rank if self.chains is None else self.chains.rank
-        rank = int(table[slot, level])
-        if self.replay.rows.true[slot + 1 + level] == OUTSIDE:
-            return "outside_vocabulary", None
-        if self.chains is None and self.place[slot, level, tree.num_steps - 1] < NOWHERE:
-            return "not_selected", rank + 1
-        if rank == UNKNOWN:
-            return "not_expanded", None
-        return "ranked", rank + 1

@@ -7,6 +7,7 @@ and a fixed slice of slots, so that no length of a record compiles anew.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,17 @@ class Span:
     positions: jax.Array  # [C] int32
     low: jax.Array  # [C] int32, first slot seen
     high: jax.Array  # [C] int32, first slot no longer seen
+    axes: jax.Array | None = None  # [3, C] int32, multi-axis rotary positions
+
+    def rows(self, start: jax.Array, words: jax.Array, ahead: Any = 0, each: int = 1) -> Rows:
+        """As one sequence's rows from slot `start` on, `each` for a place, `ahead` positions on."""
+
+        def moved(x: jax.Array) -> jax.Array:
+            return jnp.repeat(x + ahead, each, axis=-1)[None]
+
+        none = jnp.zeros((1,), jnp.int32)
+        axes = None if self.axes is None else moved(self.axes)
+        return Rows(moved(self.positions), start[None], none, words[None], axes)
 
 
 @jax.tree_util.register_dataclass
@@ -85,10 +97,8 @@ def commit(
     """Writes C rows from slot `start` on; judges them unless top is 0; norms [C] after `fuse`."""
     draft: Eagle3Draft = structure.build(leaves)
     view = bin.cache.first(seen)
-    none = jnp.zeros((1,), jnp.int32)
-    words = _between(span.low, span.high, seen)[None]
     fused = draft.fuse(aux[None])
-    rows = Rows(span.positions[None], start[None], none, words)
+    rows = span.rows(start, _between(span.low, span.high, seen))
     out, view = draft.step(tokens[None], fused, rows, view, shared=shared)
     cache = jax.tree.map(
         lambda x, part: lax.dynamic_update_slice_in_dim(x, part, 0, axis=1), bin.cache, view
@@ -122,9 +132,8 @@ def chain_level(
     written = jnp.arange(J, dtype=jnp.int32) <= level
     mine = jnp.eye(C, dtype=bool)[:, None, :] & written[None, :, None]
     words = (_between(span.low, span.high, seen), _pack(mine.reshape(C, J * C)))
-    none = jnp.zeros((1,), jnp.int32)
     at = seen + level * C
-    rows = Rows(span.positions[None], at[None], none, jnp.concatenate(words, axis=1)[None])
+    rows = span.rows(at, jnp.concatenate(words, axis=1))
     state = steps.state[index]
     out, view = draft.step(tokens[None], state[None], rows, view, shared=shared)
     steps = Steps(
@@ -171,7 +180,6 @@ def grow_at(
     levels = tree.num_steps - 1
     view = cache.first(seen).followed_by(draft.new_cache(1, levels * C * k))
     prefix = jnp.repeat(_between(span.low, span.high, seen), k, axis=0)
-    none = jnp.zeros((1,), jnp.int32)
     same = jnp.eye(C, dtype=bool)[:, None, None, :, None]
     ranks = []
 
@@ -180,8 +188,7 @@ def grow_at(
         own = unpack(bits, k * levels).reshape(C, k, levels, 1, k)
         own = jnp.broadcast_to(own & same, (C, k, levels, C, k)).reshape(C * k, -1)
         words = jnp.concatenate((prefix, _pack(own)), axis=1)
-        positions = jnp.repeat(span.positions + level, k)
-        rows = Rows(positions[None], none + seen + level * C * k, none, words[None])
+        rows = span.rows(jnp.int32(seen + level * C * k), words, level, k)
         out, view = draft.step(
             tokens.reshape(1, -1), hidden.reshape(1, C * k, -1), rows, view, shared=shared
         )

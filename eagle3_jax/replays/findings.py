@@ -14,11 +14,17 @@ COVERAGE, DRIFT = 0.1, 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What was met on the way: the largest state, some judged ids (all, if one), the record."""
+    """What was met on the way: the largest state, some judged ids (all, if one), the record.
+
+    Attributes:
+      placed: sequences with positions on three axes. multi_axis: whether the draft heeds them.
+    """
 
     largest: float
     ids: set[int]
     record: Record
+    placed: int = 0
+    multi_axis: bool = False
 
 
 def findings(result: ReplayResult, seen: Seen) -> list[Finding]:
@@ -67,6 +73,7 @@ def findings(result: ReplayResult, seen: Seen) -> list[Finding]:
     found += _drift(result)
     found += _window(result)
     found += _placeholders(result)
+    found += _axes(result, seen)
     return found
 
 
@@ -189,3 +196,22 @@ def _placeholders(result: ReplayResult) -> list[Finding]:
                 )
             )
     return found
+
+
+def _axes(result: ReplayResult, seen: Seen) -> list[Finding]:
+    marked = [i for i, s in enumerate(result.sequences) if s.repeated is not None]
+    message = ""
+    if seen.placed and not seen.multi_axis:
+        message = (
+            f"{seen.placed} sequences have positions on three axes, the draft's rope has one (no "
+            "mrope_section in its config): it counts tokens, as an engine does with it"
+        )
+    elif seen.multi_axis and not seen.placed and marked:
+        repeated = result.sequences[marked[0]].repeated
+        assert repeated is not None
+        message = (
+            f"the draft's rope has three axes and the record no positions: replayed as text; if id "
+            f"{repeated[0]} at {repeated[1]}..{repeated[2]} of sequence {marked[0]} stands for an "
+            "image, record positions [3, T]"
+        )
+    return [Finding("FEATURE_MROPE", message)] if message else []

@@ -34,6 +34,8 @@ def kept_round(
     aux: jax.Array,  # [num_steps + 1, A, E] of the bonus token and those after it
     slot: jax.Array,  # [] of the bonus token
     position: jax.Array,  # []
+    axes: jax.Array | None,  # [3, num_steps + 1] rotary positions of the rows over `aux`
+    ahead: jax.Array | None,  # [] rotary position of the bonus token
     *,
     num_steps: int,
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
@@ -42,7 +44,8 @@ def kept_round(
     drafted, hidden = [token], state
     for i in range(num_steps - 1):
         at = (slot + i)[None]
-        rows = Rows((position + i)[None, None], at, at, jnp.asarray(chain_bits(1))[None])
+        one = None if ahead is None else jnp.broadcast_to((ahead + i)[None, None, None], (1, 3, 1))
+        rows = Rows((position + i)[None, None], at, at, jnp.asarray(chain_bits(1))[None], one)
         out, cache = draft.step(
             drafted[-1][None, None], hidden[None, None], rows, cache, shared=shared
         )
@@ -53,7 +56,8 @@ def kept_round(
     first = jnp.minimum(accepted, num_steps - 1)
     at = (slot + first)[None]
     places = first + jnp.arange(2, dtype=jnp.int32)
-    rows = Rows((position + places)[None], at, at, jnp.asarray(chain_bits(2))[None])
+    two = None if axes is None else axes[None, :, places]
+    rows = Rows((position + places)[None], at, at, jnp.asarray(chain_bits(2))[None], two)
     out, cache = draft.step(
         true[places][None], draft.fuse(aux[places][None]), rows, cache, shared=shared
     )
@@ -74,7 +78,9 @@ def kept_rounds(
         Part(run.sequence, sequence, 0, [run]),
         run,
         slots=-(-(len(sequence.tokens) + tree.num_steps + 2) // 256) * 256,
+        multi_axis=bool(runner.draft.config.rope.mrope_section),
     )
+    placed = np.asarray(sequence.positions) if rows.axes is not None else None
     start = BinReplay(runner, rows, topk=1)
     leaves, structure = take_apart(runner.draft)
     cache, slot = start.bin.cache, run.begin - sequence.first
@@ -90,6 +96,11 @@ def kept_rounds(
         states = np.asarray(sequence.aux[first : first + width])[:, list(runner.slots)]
         aux = np.zeros((width, *states.shape[1:]), states.dtype)
         aux[: len(states)] = states
+        axes = ahead = None
+        if placed is not None:
+            here = placed[:, position : position + width].astype(np.int32)
+            axes = np.pad(here, ((0, 0), (0, width - here.shape[1])), mode="edge")
+            ahead = np.int32(placed[:, :position].max() + 1)
         cache, state, token, accepted = kept_round(
             structure,
             leaves,
@@ -101,6 +112,8 @@ def kept_rounds(
             aux,
             np.int32(first),
             np.int32(position),
+            axes,
+            ahead,
             num_steps=tree.num_steps,
         )
         count = int(accepted)

@@ -1,6 +1,7 @@
 """A record as rows for the draft: which tokens are judged, and several sequences side by side."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -62,6 +63,7 @@ class Rows:
       tokens: [S + pad] the token after each row's state, -1 past a sequence's end.
       true: the same tokens as draft ids, -1 outside the draft vocabulary.
       positions, low: of each row; it sees slots low .. its own.
+      axes: [3, S] rotary positions of each row, None where all axes count the tokens.
       judged: [S] tokens after the bonus token that a round seeded by this row can be judged on, 0
         where no round starts.
     """
@@ -73,6 +75,17 @@ class Rows:
     positions: np.ndarray
     low: np.ndarray
     judged: np.ndarray
+    axes: np.ndarray | None = None
+
+    @functools.cached_property
+    def farthest(self) -> np.ndarray:
+        """[S] the largest rotary position up to each row of a sequence: text goes on after it."""
+        assert self.axes is not None
+        found = self.axes.max(axis=0)
+        for part in self.parts:
+            here = slice(part.slot, part.slot + len(part.sequence.tokens) - 1 - part.sequence.first)
+            found[here] = np.maximum.accumulate(found[here])
+        return found
 
     @property
     def slots(self) -> int:
@@ -107,6 +120,7 @@ def pack(
     steps: int,
     capacity: int,
     multiple: int,
+    multi_axis: bool = False,
 ) -> Iterator[Rows]:
     """Sequences in their order, as many as fit into `capacity` rows; a longer one is alone.
 
@@ -114,7 +128,12 @@ def pack(
       to_draft: [V] draft id of each target id, -1 for none.
       steps: the most levels that will be asked for.
       multiple: what the number of slots is a multiple of.
+      multi_axis: whether the draft's rope heeds positions on three axes.
     """
+
+    def made(slots: int) -> Rows:
+        return _rows(held, used, to_draft, steps, slots, multi_axis)
+
     held: list[Part] = []
     used = 0
     for number in range(len(sequences)):
@@ -123,15 +142,15 @@ def pack(
         if rows < 1:
             continue
         if held and used + rows > capacity:
-            yield _rows(held, used, to_draft, steps, max(capacity, multiple))
+            yield made(max(capacity, multiple))
             held, used = [], 0
         held.append(Part(number, sequence, used, judged_runs(sequence, number)))
         used += rows
         if used > capacity:
-            yield _rows(held, used, to_draft, steps, _bucket(used, capacity, multiple))
+            yield made(_bucket(used, capacity, multiple))
             held, used = [], 0
     if held:
-        yield _rows(held, used, to_draft, steps, max(capacity, multiple))
+        yield made(max(capacity, multiple))
 
 
 def _bucket(rows: int, capacity: int, multiple: int) -> int:
@@ -143,7 +162,9 @@ def _bucket(rows: int, capacity: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _rows(parts: list[Part], used: int, to_draft: np.ndarray, steps: int, slots: int) -> Rows:
+def _rows(
+    parts: list[Part], used: int, to_draft: np.ndarray, steps: int, slots: int, multi_axis: bool
+) -> Rows:
     slots = max(slots, used)
     tokens = np.full(slots + steps + 2, -1, np.int32)
     positions = np.zeros(slots, np.int32)
@@ -160,7 +181,21 @@ def _rows(parts: list[Part], used: int, to_draft: np.ndarray, steps: int, slots:
             starts = np.arange(run.begin, run.end - 1)
             judged[part.slot_of(run.begin) + starts - run.begin] = run.end - 1 - starts
     true = np.where(tokens >= 0, to_draft[np.maximum(tokens, 0)], -1).astype(np.int32)
-    return Rows(parts, used, tokens, true, positions, low, judged)
+    axes = _axes(parts, positions) if multi_axis else None
+    return Rows(parts, used, tokens, true, positions, low, judged, axes)
+
+
+def _axes(parts: list[Part], positions: np.ndarray) -> np.ndarray | None:
+    """[3, S] of rows at these positions, None when no part has any of its own."""
+    if all(part.sequence.positions is None for part in parts):
+        return None
+    axes = np.repeat(positions[None], 3, axis=0)
+    for part in parts:
+        own, first = part.sequence.positions, part.sequence.first
+        if own is not None:
+            rows = own.shape[1] - 1 - first
+            axes[:, part.slot : part.slot + rows] = own[:, first : first + rows]
+    return axes
 
 
 def check_finite(aux: np.ndarray, rows: Rows, start: int, boundaries: Sequence[object]) -> float:
@@ -200,7 +235,7 @@ def longest_repeat(tokens: np.ndarray, least: int = 8) -> tuple[int, int, int] |
     return int(tokens[begins[best]]), int(begins[best]), int(ends[best]) - 1
 
 
-def committed_rows(part: Part, run: Run, *, slots: int) -> Rows:
+def committed_rows(part: Part, run: Run, *, slots: int, multi_axis: bool = False) -> Rows:
     """The rows before an output, to be committed in one go; the last of them seeds its rounds."""
     s = part.sequence
     used = run.begin - s.first
@@ -212,4 +247,6 @@ def committed_rows(part: Part, run: Run, *, slots: int) -> Rows:
     low[:used] = 0
     judged = np.zeros(slots, np.int32)
     judged[used - 1] = run.end - 1 - run.begin
-    return Rows([part], used, tokens, np.full(slots + 2, -1, np.int32), positions, low, judged)
+    axes = _axes([part], positions) if multi_axis else None
+    none = np.full(slots + 2, -1, np.int32)
+    return Rows([part], used, tokens, none, positions, low, judged, axes)

@@ -51,6 +51,7 @@ def replay_trace(
         steps=tree.num_steps,
         capacity=capacity,
         multiple=runner.chunk,
+        multi_axis=bool(config.rope.mrope_section),
     ):
         replayed = BinReplay(runner, rows, topk=tree.topk)
         for part in rows.parts:
@@ -74,7 +75,8 @@ def _part(
         for i, (start, accepted) in enumerate(chosen):
             nodes = jax.tree.map(lambda x, i=i: x[i], chosen_tree)
             text = tokens[start : start + accepted + 2].tolist()
-            found.append(_round(part.number, first + i, start, accepted, nodes, text))
+            root = start if rows.axes is None else int(rows.farthest[slots[i]]) + 1
+            found.append(_round(part.number, first + i, start, root, accepted, nodes, text))
     return found
 
 
@@ -83,9 +85,17 @@ def _select(candidates: Candidates, roots: jax.Array, tree: TreeConfig) -> Tree:
 
 
 def _round(
-    sequence: int, index: int, start: int, accepted: int, tree: Tree, text: list[int]
+    sequence: int,
+    index: int,
+    start: int,
+    root: int,
+    accepted: int,
+    tree: Tree,
+    text: list[int],
 ) -> Round:
-    """`text` is the bonus token, the accepted ones, and the next where the record has it."""
+    """`root` is the bonus token's rotary position; `text` is that token, the accepted ones, and the
+    next where the record has it.
+    """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     path = [0]
     for token in text[1 : accepted + 1]:
@@ -109,7 +119,7 @@ def _round(
         parents=[-1, *parents[1:]],
         scores=tree.scores.tolist(),
         draft_probs=tree.probs.tolist(),
-        positions=(start + tree.depths).tolist(),
+        positions=(root + tree.depths).tolist(),
         predicted=predicted,
         margins=[],
         accepted=path,

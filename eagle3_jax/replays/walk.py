@@ -6,8 +6,10 @@ import numpy as np
 
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.record import Record, RecordSequence
-from eagle3_jax.replays.bin import OUTSIDE, Answers, BinReplay, Runner
+from eagle3_jax.replays.answers import Answers
+from eagle3_jax.replays.bin import OUTSIDE, BinReplay, Runner
 from eagle3_jax.replays.findings import Seen, findings
+from eagle3_jax.replays.free import Walk, levels
 from eagle3_jax.replays.kept import kept_rounds
 from eagle3_jax.replays.result import (
     Mode,
@@ -43,7 +45,7 @@ class Walker:
         self.censored = [0] * len(trees)
         self.bounds = np.zeros((len(trees), 2), np.int64)
         self.sequences: list[ReplayedSequence] = []
-        self.tokens = self.outside = self.rows = 0
+        self.tokens = self.outside = self.rows = self.placed = 0
         self.largest = 0.0
         self.aux_norm = np.zeros(len(runner.slots))
         self.fused = 0.0
@@ -67,12 +69,14 @@ class Walker:
             steps=steps,
             capacity=capacity,
             multiple=self.runner.chunk,
+            multi_axis=bool(config.rope.mrope_section),
         )
         for rows in bins:
             self._bin(rows)
 
     def _note(self, sequence: RecordSequence, number: int, to_draft: np.ndarray):
         runs = judged_runs(sequence, number)
+        self.placed += sequence.positions is not None
         for run in runs:
             text = np.asarray(sequence.tokens[run.begin + 1 : run.end])
             self.tokens += len(text)
@@ -111,7 +115,7 @@ class Walker:
                     starts = starts[np.isin(starts, [slot for _, _, slot, _ in pinned])]
                 chains = replayed.chains(starts, steps)
                 self.norms[:steps] += chains.norms
-                self.levels[:steps] += _levels(chains.hits[starts], rows.judged[starts], steps)
+                self.levels[:steps] += levels(chains.hits[starts], rows.judged[starts], steps)
             answers = Answers(replayed, k, steps, chains)
             if chains is not None:
                 answers.known[:] = True
@@ -272,38 +276,6 @@ class Walker:
             window,
             self.temperatures,
         )
-        seen = Seen(self.largest, self.ids, self.record)
+        multi_axis = bool(draft.config.rope.mrope_section)
+        seen = Seen(self.largest, self.ids, self.record, self.placed, multi_axis)
         return dataclasses.replace(result, findings=findings(result, seen))
-
-
-def _levels(hits: np.ndarray, judged: np.ndarray, steps: int) -> np.ndarray:
-    """[steps, 2] of level i: starts with i true drafts before it and one there; starts with i."""
-    level = np.arange(steps)[:, None]
-    reached = (hits >= level) & (judged > level)
-    return np.stack([(reached & (hits > level)).sum(axis=1), reached.sum(axis=1)], axis=1)
-
-
-class Walk:
-    """One output under one tree, from its beginning by its own accepts."""
-
-    def __init__(self, answers: Answers, tree: TreeConfig, number: int, part: Part, run: Run):
-        self.answers, self.tree, self.number = answers, tree, number
-        self.part, self.run = part, run
-        self.start = run.begin
-        self.censored = 0
-        self.rounds: list[tuple[int, int, int]] = []
-
-    def advance(self) -> int | None:
-        """Walks as far as is known; the row that must be drafted next, None at the end."""
-        judged = self.answers.replay.rows.judged
-        while self.start < self.run.end - 1:
-            slot = self.part.slot_of(self.start)
-            if not self.answers.known[slot]:
-                return slot
-            accepted = self.answers.accepted(slot, self.tree)
-            if accepted == judged[slot] < self.tree.num_steps:
-                self.censored = 1
-                return None
-            self.rounds.append((slot, self.start, accepted))
-            self.start += accepted + 1
-        return None

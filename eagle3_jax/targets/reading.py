@@ -186,7 +186,7 @@ def _refuse_other_arithmetic(text: Text):
 def _rope(text: Text) -> tuple[RopeConfig, list[str]]:
     config, findings = text.config, Findings()
     choice = read_rope(config, findings)
-    rope = choice.effective
+    rope = choice.effective.one_axis
     if rope.kind == "dynamic":
         raise ConfigError(
             f"{config.where}: the rope is of kind dynamic, whose base depends on how many rows a "

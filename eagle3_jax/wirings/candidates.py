@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagle3_jax.config import Boundary, ConfigError, RopeConfig, default_boundaries
+from eagle3_jax.rope_config import ALTERNATE
 from eagle3_jax.wirings.material import Material
 from eagle3_jax.wirings.wiring import Wiring
 
@@ -18,6 +19,8 @@ LLAMA3 = {
 }
 SHIFTS = (1, -1, 2, -2)
 MAX_TUPLES = 20000
+QWEN_VL = (((16, 24, 24), False), ((24, 20, 20), True))
+"""Sections of Qwen2-VL's and Qwen3-VL's heads of 128, and whether they alternate."""
 
 
 def singles(
@@ -35,7 +38,8 @@ def singles(
         (("embed", owner) for owner in material.owns("embed")),
         (("head", owner) for owner in material.owns("head")),
         _switches(material),
-        (("rope", rope) for rope in _ropes(base.rope, target_rope)),
+        _layers(material),
+        (("rope", rope) for rope in _ropes(material, base.rope, target_rope)),
         _positions(material),
         _alignment(material),
         (("rows", name) for name in material.orders if name != "shuffled"),
@@ -127,15 +131,36 @@ def _switches(material: Material) -> Iterator[tuple[str, Any]]:
     yield from (("gate_up", value) for value in ("swapped", "in place"))
 
 
-def _ropes(base: RopeConfig, target: RopeConfig | None) -> Iterator[RopeConfig]:
+def _layers(material: Material) -> Iterator[tuple[str, Any]]:
+    """Of a draft with several: whether all run, whose state is fed back, the later ones' norm."""
+    if material.config.num_layers == 1:
+        return
+    yield from (("fed_from", value) for value in ("first", "last"))
+    yield from (("layers", value) for value in ("first alone", "all"))
+    if material.has_both_norms:
+        yield from (("next_norm", value) for value in ("hidden_norm", "input_layernorm"))
+
+
+def _ropes(material: Material, base: RopeConfig, target: RopeConfig | None) -> Iterator[RopeConfig]:
     if target is not None:
         yield target
     for theta in THETAS:
         yield dataclasses.replace(base, theta=theta)
-    plain = RopeConfig(theta=base.theta)
-    yield plain
+    axes = {name: getattr(base, name) for name in ("mrope_section", *ALTERNATE)}
+    yield RopeConfig(theta=base.theta, **axes)
     if base.kind == "default":
-        yield RopeConfig(theta=base.theta, kind="llama3", **LLAMA3)
+        yield RopeConfig(theta=base.theta, kind="llama3", **LLAMA3, **axes)
+    if base.mscale_all_dim:
+        yield dataclasses.replace(base, mscale=None, mscale_all_dim=None)
+    if material.pack.axes is None:
+        return
+    yield base.one_axis
+    half = material.config.attention().rotary_dim // 2
+    for sections, alternate in ((base.mrope_section, True), (base.mrope_section, False), *QWEN_VL):
+        if sum(sections) == half:
+            yield dataclasses.replace(
+                base.one_axis, mrope_section=sections, mrope_interleaved=alternate
+            )
 
 
 def _positions(material: Material) -> Iterator[tuple[str, Any]]:

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.wirings import scorer
+from eagle3_jax.wirings.block import Form, KeyValue, Knobs, Run, Weights
 from eagle3_jax.wirings.pack import Chain
 
 POLICIES = {
@@ -59,6 +59,19 @@ def compare(
             same = proposed[:upto, i].tolist() == list(engine.proposed[:upto])
         if not same:
             different.append(i)
+    return _agreement(name, chains, accepted, different)
+
+
+def compare_counts(name: str, chains: Sequence[Chain], accepted: np.ndarray) -> Agreement:
+    """Accepted counts [rounds] alone beside the engine's, as trees leave no proposed chain."""
+    engines = [chain.engine for chain in chains]
+    different = [i for i, e in enumerate(engines) if e is None or e.accepted != int(accepted[i])]
+    return _agreement(name, chains, accepted, different)
+
+
+def _agreement(
+    name: str, chains: Sequence[Chain], accepted: np.ndarray, different: list[int]
+) -> Agreement:
     first = None
     if different:
         chain = chains[different[0]]
@@ -66,17 +79,17 @@ def compare(
     return Agreement(name, len(chains), len(different), first, accepted)
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "steps"))
+@functools.partial(jax.jit, static_argnames=("form", "steps"))
 def follow(
-    w: scorer.LayerWeights,
+    w: Weights,
     rows: scorer.Rows,
     projections: scorer.Projections,
-    knobs: scorer.Knobs,  # of one wiring
+    knobs: Knobs,  # of one wiring
     engine_accepted: jax.Array,  # [M] of the rounds at rows.chains
     keep: jax.Array,  # [] bool
     hole: jax.Array,  # [] bool
     *,
-    head_dim: int,
+    form: Form,
     steps: int,
 ) -> jax.Array:
     """Replays rounds in order with a cache that is not refreshed as it should be.
@@ -84,49 +97,89 @@ def follow(
     Returns:
       Best row of the head [steps, M].
     """
-    H, k = head_dim, knobs
-    embedded, hidden = scorer.first_rows(w, rows, projections, k)
-    fresh = scorer.keys_values(w, k, H, embedded, hidden, rows.position)
+    run = Run(form, w, knobs)
+    first = scorer.first_rows(run, rows, projections)
+    seen = scorer.visible(knobs, rows)
+    fresh = scorer.committed(run, rows, *first, seen)
 
-    def one(cache: tuple[jax.Array, jax.Array], item: tuple[jax.Array, jax.Array]):
-        c, accepted = item
+    def extended(caches: list[KeyValue], c: jax.Array, before: jax.Array) -> list[KeyValue]:
+        """With rows from target states: of the last round's tokens, and the one drafting starts at.
+
+        Those of one layer do not depend on the cache; only the last row may be new.
+        """
+        if len(form.layers) == 1:
+            return [_written(caches[0], c, [x[c] for x in fresh[0]], jnp.bool_(True))]
+        for behind in range(steps, -1, -1):
+            wanted = (behind <= before) & ~keep
+            if behind == 1:
+                wanted = jnp.where(before == steps, ~hole, wanted)
+            wanted = wanted | (behind == 0)
+            caches = _renewed(run, rows, first, seen, caches, jnp.maximum(c - behind, 0), wanted)
+        return caches
+
+    def one(state: tuple[list[KeyValue], jax.Array], item: tuple[jax.Array, jax.Array]):
+        (caches, before), (c, accepted) = state, item
+        caches = extended(caches, c, before)
         at = c[None]
-        seen = scorer.visible(rows, k, at)
-        keys = cache[0].at[c].set(fresh[0][c])  # the row drafting starts from is always new
-        values = cache[1].at[c].set(fresh[1][c])
-        e, g = embedded[at], hidden[at]
-        own: list[Any] = []
+        embedded, hidden = (x[at] for x in first)
+        own: list[list[KeyValue]] = [[] for _ in form.layers]
         best = []
         for step in range(steps):
-            position = rows.position[at] + step
             if step:
                 token = jnp.minimum(at + 1 + step, rows.end[at] - 1)
-                e = rows.embedded[k.embed, token]
-                own.append(scorer.keys_values(w, k, H, e, g, position))
-            attended = scorer.attend_chain(
-                scorer.queries(w, k, H, e, g, position),
-                keys,
-                values,
-                seen(position),
-                [key for key, _ in own],
-                [value for _, value in own],
+                embedded = rows.embedded[knobs.embed, token]
+            place = rows.ahead(at, step)
+            out, hidden = scorer.through(
+                run, embedded, hidden, place, caches, seen, at, own, bool(step)
             )
-            out = scorer.layer(w, k, e, g, attended)
-            top = jnp.argmax(scorer.to_logits(w, k, out), axis=-1)[0].astype(jnp.int32)
-            best.append(top)
-            g = scorer.feedback(w, k, out)
-        cache = (keys, values)
-        for i, (key, value) in enumerate(own):
+            best.append(jnp.argmax(run.logits(out), axis=-1)[0].astype(jnp.int32))
+        for i in range(steps - 1):
             kept = keep & (i < accepted)
-            keys = _write(keys, c + 1 + i, key[0], kept)
-            values = _write(values, c + 1 + i, value[0], kept)
-        empty, zero = hole & (accepted == steps), jnp.zeros_like(keys[0])
-        cache = _write(keys, c + steps, zero, empty), _write(values, c + steps, zero, empty)
-        return cache, jnp.stack(best)
+            caches = [
+                _written(cache, c + 1 + i, [x[0] for x in mine[i]], kept)
+                for cache, mine in zip(caches, own, strict=True)
+            ]
+        left_out = hole & (accepted == steps)
+        caches = [
+            _written(cache, c + steps, [jnp.zeros_like(x[0]) for x in cache], left_out)
+            for cache in caches
+        ]
+        return (caches, accepted), jnp.stack(best)
 
-    return jax.lax.scan(one, fresh, (rows.chains, engine_accepted))[1].T
+    return jax.lax.scan(one, (fresh, jnp.int32(0)), (rows.chains, engine_accepted))[1].T
 
 
-def _write(x: jax.Array, slot: jax.Array, row: jax.Array, wanted: jax.Array) -> jax.Array:
-    slot = jnp.minimum(slot, x.shape[0] - 1)
-    return x.at[slot].set(jnp.where(wanted, row, x[slot]))
+def _renewed(
+    run: Run,
+    rows: scorer.Rows,
+    first: tuple[jax.Array, jax.Array],
+    seen: scorer.Seen,
+    caches: list[KeyValue],
+    slot: jax.Array,
+    wanted: jax.Array,
+) -> list[KeyValue]:
+    """With the row of one slot as target states and the rows before it make it."""
+    at = slot[None]
+    place = rows.place[at]
+    own: list[list[KeyValue]] = [[] for _ in caches]
+    others = jnp.arange(rows.start.shape[0], dtype=jnp.int32) != slot
+
+    def before(layer: int, chains: jax.Array, position: jax.Array) -> jax.Array:
+        return seen(layer, chains, position) & others[None]
+
+    embedded, hidden = (x[at] for x in first)
+    scorer.through(run, embedded, hidden, place, caches, before, at, own, True)
+    return [
+        _written(cache, slot, [x[0] for x in mine[0]], wanted)
+        for cache, mine in zip(caches, own, strict=True)
+    ]
+
+
+def _written(
+    cache: KeyValue, slot: jax.Array, row: Sequence[jax.Array], wanted: jax.Array
+) -> KeyValue:
+    slot = jnp.minimum(slot, cache[0].shape[0] - 1)
+    key, value = (
+        x.at[slot].set(jnp.where(wanted, new, x[slot])) for x, new in zip(cache, row, strict=True)
+    )
+    return key, value

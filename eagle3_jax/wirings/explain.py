@@ -122,7 +122,7 @@ def _followed(search: Search, wiring: Wiring, chains: list, policy: str) -> engi
         jnp.asarray(accepted),
         jnp.asarray(policy == "keep"),
         jnp.asarray(policy == "hole"),
-        head_dim=m.config.head_dim,
+        form=m.form,
         steps=rung.steps,
     )
     proposed = m.maps[wiring.vocab][np.asarray(best)[:, : len(chains)]]

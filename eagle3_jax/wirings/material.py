@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.config import Boundary, ConfigError, DraftConfig
+from eagle3_jax.config import Boundary, ConfigError, DraftConfig, RopeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
 from eagle3_jax.modules import tensors_of
-from eagle3_jax.rope import inverse_frequencies
+from eagle3_jax.rope import axes, inverse_frequencies
 from eagle3_jax.wirings import scorer
+from eagle3_jax.wirings.block import Form, Layer, Place, Weights
 from eagle3_jax.wirings.maps import readings, rows_of
 from eagle3_jax.wirings.pack import Pack, row_orders
 from eagle3_jax.wirings.rungs import Rung
@@ -19,7 +20,6 @@ from eagle3_jax.wirings.wiring import Wiring
 
 MAPS = 6
 FAR = 1 << 30
-NORMS = ("norm_embed", "norm_hidden", "norm_post")
 
 
 class Material:
@@ -37,12 +37,7 @@ class Material:
     ):
         self.pack, self.boundaries, self.config = packed, tuple(boundaries), draft.config
         config = self.config
-        if config.num_layers > 1 or config.latent is not None:
-            kind = "latent attention" if config.latent else f"{config.num_layers} layers"
-            raise ConfigError(
-                f"wirings are tried on drafts of one layer with grouped-query attention, this one "
-                f"has {kind}: eagle3 replay measures it as it is configured"
-            )
+        self.form = Form.of(config)
         self.tensors = {
             name: tensor.astype(np.float32)
             for name, tensor in tensors_of(draft).items()
@@ -55,6 +50,14 @@ class Material:
         self.orders = row_orders(packed)
         self._heads: dict[str, np.ndarray] = {}
 
+    @property
+    def has_both_norms(self) -> bool:
+        """Whether later layers that read the state alone have both norms in the file."""
+        later = [f"layers.{i}" for i, kind in enumerate(self.form.layers) if kind == "state"]
+        norms = ("norm_embed", "norm_hidden")
+        named = [f"{layer}.{norm}.weight" for layer in later for norm in norms]
+        return bool(later) and all(name in self.tensors for name in named)
+
     def owns(self, what: str) -> list[str]:
         """Who has an `"embed"` or `"head"` this draft could use."""
         own = "embed.weight" if what == "embed" else "lm_head.weight"
@@ -63,6 +66,13 @@ class Material:
             return owners
         matrix = self.shared.embedding if what == "embed" else self.shared.head
         return [*owners, "target"] if len(matrix) else owners
+
+    def embedding(self, owner: str) -> jax.Array:
+        """[V, D] float32, the target's or the draft's own."""
+        if owner == "draft":
+            return jnp.asarray(self.tensors["embed.weight"])
+        assert self.shared is not None
+        return self.shared.embedding.astype(jnp.float32)
 
     @functools.cached_property
     def embedded(self) -> np.ndarray:
@@ -127,41 +137,14 @@ class Material:
     @functools.lru_cache(maxsize=16)  # noqa: B019  (one Material a diagnosis)
     def weights(self, head: str, swapped: bool, rows: tuple[int, ...] | None):
         """The scorer's tensors."""
-        config, t = self.config, self.tensors
-        D, H = config.hidden_size, config.head_dim
-        widths = {
-            "fc": D,
-            "q": config.num_heads * H,
-            "k": config.num_kv_heads * H,
-            "v": config.num_kv_heads * H,
-            "o": D,
-            "gate": config.intermediate_size,
-            "up": config.intermediate_size,
-            "down": D,
-        }
-        places = {n: f"layers.0.attn.{n}" for n in "qkvo"}
-        places |= {n: f"layers.0.mlp.{n}" for n in ("gate", "up", "down")} | {"fc": "fc"}
-        if swapped:
-            places["gate"], places["up"] = places["up"], places["gate"]
-        biases = {
-            n: jnp.asarray(t.get(f"{places[n]}.bias", np.zeros(width, np.float32)))
-            for n, width in widths.items()
-        }
-        ones = np.ones(D, np.float32)
+        t, D = self.tensors, self.config.hidden_size
         matrix = self.head(head)
-        return scorer.LayerWeights(
-            **{n: jnp.asarray(t.get(f"layers.0.{n}.weight", ones)) for n in NORMS},
-            **{
-                n: jnp.asarray(t.get(f"layers.0.attn.{n}.weight", np.ones(H, np.float32)))
-                for n in ("q_norm", "k_norm")
-            },
-            qk_norm=jnp.asarray(config.qk_norm),
-            hidden_norm=jnp.asarray(config.hidden_norm),
-            norm_final=jnp.asarray(t.get("norm_final.weight", ones)),
-            **{n: jnp.asarray(t[f"{places[n]}.weight"]) for n in widths if n != "fc"},
+        return Weights(
+            tuple(_layer(t, i, swapped) for i in range(self.config.num_layers)),
+            fc_bias=jnp.asarray(t.get("fc.bias", np.zeros(D, np.float32))),
+            norm_final=jnp.asarray(t.get("norm_final.weight", np.ones(D, np.float32))),
             head=jnp.asarray(matrix if rows is None else matrix[list(rows)]),
-            biases=biases,
-            eps=jnp.asarray(config.rms_norm_eps, jnp.float32),
+            eps=jnp.asarray(self.config.rms_norm_eps, jnp.float32),
         )
 
     def projections(
@@ -223,12 +206,17 @@ class Material:
         def padded(x: np.ndarray, fill: np.ndarray) -> jax.Array:
             return jnp.asarray(np.concatenate((x[low:high], fill)).astype(np.int32))
 
+        placed = farthest = None
+        if p.axes is not None and p.farthest is not None:
+            placed = jnp.stack([padded(axis, pad * 0) for axis in p.axes])
+            farthest = padded(p.farthest, pad * 0)
         made = scorer.Rows(
             embedded=jnp.asarray(embedded),
             labels=jnp.asarray(labels.astype(np.int32)),
             start=jnp.maximum(padded(p.start - low, pad), 0),
             end=jnp.minimum(padded(p.end - low, pad + 1), padded(p.end * 0 + high - low, pad + 1)),
-            position=padded(p.position, pad * 0),
+            place=Place(padded(p.position, pad * 0), placed),
+            farthest=farthest,
             prompt=padded(p.prompt, pad * 0),
             orders=jnp.asarray(orders),
             chains=jnp.asarray(chains),
@@ -237,22 +225,27 @@ class Material:
 
     def knobs(self, wiring: Wiring, place: Mapping[int, int]) -> dict[str, np.ndarray]:
         """One wiring as the scorer's arguments; `place` finds a boundary in the projections."""
-        H = self.config.head_dim
-        order = np.arange(H)
+        attention = self.config.attention()
+        turning, rope = attention.rotary_dim, wiring.rope
+        order = np.arange(turning)
         if wiring.pairs == "interleaved":
             order = np.concatenate((order[0::2], order[1::2]))
-        window = FAR if wiring.window is None else wiring.window
+        lanes = np.zeros(turning // 2, np.int32)
+        if rope.mrope_section:
+            lanes = 1 + axes(rope, turning)
         whole = {
             "slots": [place[self.index(b)] for b in wiring.boundaries],
             "embed": int(wiring.embed == "draft"),
             "pairs": order,
-            "window": window,
+            "lanes": lanes,
+            "window": [FAR if w is None else w for w in self._windows(wiring)],
             "clamp": FAR if wiring.clamp is None else wiring.clamp,
             "token_shift": wiring.token_shift,
             "row_shift": wiring.row_shift,
             "first_seen": int(wiring.first == "dropped"),
             "chunk": wiring.chunk or 0,
             "order": list(self.orders).index(wiring.rows),
+            "depth": 1 if wiring.layers == "first alone" else self.config.num_layers,
         }
         truth = {
             "concat": wiring.fuse_norm == "concat",
@@ -261,15 +254,29 @@ class Material:
             "final_norm": wiring.final_norm,
             "post_norm": wiring.feedback == "post_norm",
             "embedding_residual": wiring.residual == "embedding",
+            "next_hidden_norm": wiring.next_norm == "hidden_norm",
+            "fed_first": wiring.fed_from == "first",
             "zero_first": wiring.first == "zeroed",
             "no_prompt": wiring.prefix == "missing",
         }
-        frequency = inverse_frequencies(wiring.rope, H).astype(np.float32)
+        numbers = {
+            "frequency": inverse_frequencies(rope, turning),
+            "amplitude": rope.amplitude,
+            "scale": self.config.head_dim**-0.5 * self._sharpness(rope),
+        }
         return (
             {name: np.asarray(value, np.int32) for name, value in whole.items()}
             | {name: np.asarray(value, np.bool_) for name, value in truth.items()}
-            | {"frequency": frequency, "amplitude": np.float32(wiring.rope.amplitude)}
+            | {name: np.asarray(value, np.float32) for name, value in numbers.items()}
         )
+
+    def _windows(self, wiring: Wiring) -> tuple[int | None, ...]:
+        if wiring.window == "as configured":
+            return self.config.windows
+        return (wiring.window,) * self.config.num_layers  # type: ignore[return-value]
+
+    def _sharpness(self, rope: RopeConfig) -> float:
+        return 1.0 if self.config.latent is None else rope.latent_sharpness
 
     def index(self, boundary: Boundary) -> int:
         """Which of the record's states this is.
@@ -283,6 +290,20 @@ class Material:
                 "them all"
             )
         return self.boundaries.index(boundary)
+
+
+def _layer(tensors: Mapping[str, np.ndarray], index: int, swapped: bool) -> Layer:
+    """One layer's tensors under short names; gate and up in each other's place if `swapped`."""
+    found: Layer = {}
+    start = f"layers.{index}."
+    other = {"gate": "up", "up": "gate"} if swapped else {}
+    for name, tensor in tensors.items():
+        if name.startswith(start):
+            module, kind = name.removeprefix(start).rsplit(".", 1)
+            module = module.split(".")[-1]
+            module = other.get(module, module)
+            found[module if kind == "weight" else f"{module}.{kind}"] = jnp.asarray(tensor)
+    return found
 
 
 def _subset(labels: np.ndarray, count: int, rows: int) -> np.ndarray:

@@ -38,7 +38,12 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """All slots. Arrays are [T]; `chains` are in order."""
+    """All slots. Arrays are [T]; `chains` are in order.
+
+    Attributes:
+      axes: [3, T] rotary positions, None where no sequence has any of its own. farthest: the
+        largest of a sequence up to each slot.
+    """
 
     pieces: list[Piece]
     tokens: np.ndarray
@@ -49,6 +54,8 @@ class Pack:
     chains: list[Chain]
     steps: int
     pinned: bool
+    axes: np.ndarray | None = None
+    farthest: np.ndarray | None = None
 
     @property
     def block(self) -> int:
@@ -130,7 +137,23 @@ def pack(record: Record, *, steps: int, max_tokens: int) -> Pack:
         chains,
         steps,
         pinned,
+        *_axes(pieces),
     )
+
+
+def _axes(pieces: list[Piece]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """[3, T] rotary positions and [T] the largest so far; nothing where text counts its tokens."""
+    if all(p.sequence.positions is None for p in pieces):
+        return None, None
+    places, farthest = [], []
+    for p in pieces:
+        own = p.sequence.positions
+        if own is None:
+            own = np.repeat(np.arange(p.first + p.length)[None], 3, axis=0)
+        here = slice(p.first, p.first + p.length)
+        places.append(own[:, here])
+        farthest.append(np.maximum.accumulate(own.max(axis=0))[here])
+    return np.concatenate(places, axis=1), np.concatenate(farthest)
 
 
 def _chains(piece: Piece, steps: int, pinned: bool) -> list[Chain]:

@@ -21,6 +21,7 @@ def sentence(d: Diagnosis, ids: tuple[int, ...] | None = None) -> str:
     """The verdict in one sentence; `ids` are the checkpoint's own layer ids."""
     length, best = d.configured.accept_length, d.best.accept_length
     where = f"accept length {length:.2f} on {d.rounds} rounds of {d.tree.num_steps} drafts"
+    where += _tree_words(d) if d.best is d.configured else ""
     if d.stated is not None:
         return _unrecorded(d, d.stated)
     if d.verdict == "vocab_differs":
@@ -34,7 +35,7 @@ def sentence(d: Diagnosis, ids: tuple[int, ...] | None = None) -> str:
     if d.verdict == "wiring_differs":
         text = f"The wiring differs from the config: {d.best.words}; accept length {length:.2f} "
         text += f"-> {best:.2f} on the same {d.rounds} rounds"
-        return f"{text}{_engine_words(d)}{_reading(d, ids)}."
+        return f"{text}{_tree_words(d)}{_engine_words(d)}{_reading(d, ids)}."
     if d.verdict == "no_wiring_fits":
         return (
             f"No wiring fits: {where} is what the draft reaches with the states of other tokens "
@@ -88,6 +89,19 @@ def _unrecorded(d: Diagnosis, stated: Wiring) -> str:
     return f"{text}: whether the configured ones give more is not decided, capture them all."
 
 
+def _tree_words(d: Diagnosis) -> str:
+    u = d.under_tree
+    if u is None:
+        return ""
+    if d.best.wiring == d.configured.wiring:
+        return f", under the tree {u.tree} {u.best:.2f}"
+    clear = "" if u.gain.low > 0 else ", within the noise"
+    return (
+        f", under the tree {u.tree} {u.configured:.2f} -> {u.best:.2f} (gain {u.gain.mean:+.2f} "
+        f"[{u.gain.low:+.2f}, {u.gain.high:+.2f}]{clear})"
+    )
+
+
 def _engine_words(d: Diagnosis) -> str:
     if not d.agreements:
         return ""
@@ -129,6 +143,8 @@ def as_json(d: Diagnosis, ids: tuple[int, ...] | None = None) -> dict[str, Any]:
             for a in d.agreements
         ],
         "explained": d.explained,
+        "under_tree": None if d.under_tree is None else dataclasses.asdict(d.under_tree),
+        "not_tried": d.not_tried,
         "patch": patch.patches(d.stated or d.configured.wiring, d.best.wiring),
         "overridden_by": patch.overriding(d.best.wiring),
         "undecided": d.undecided,
@@ -165,6 +181,8 @@ def lines(d: Diagnosis, ids: tuple[int, ...] | None = None) -> list[str]:
     over = patch.overriding(d.best.wiring)
     if over:
         found += ["", "Overridden by:", *(f"  {text}" for text in over)]
+    if d.not_tried:
+        found += ["", "Not tried:", *(f"  {text}" for text in d.not_tried)]
     found += ["", "Not decidable from this record:", *(f"  {text}" for text in d.undecided)]
     if any(text.startswith("boundaries: the record") for text in d.undecided):
         found.append(f"  {CAPTURE}")

@@ -6,6 +6,7 @@ import numpy as np
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.wirings.pack import Pack
+from eagle3_jax.wirings.scorer import BLOCK
 
 FIRST, FEW, SOME, MANY = 24, 64, 192, 1024
 CONTEXT = 48
@@ -114,7 +115,10 @@ def _rung(
     padded = -(-len(chains) // 32) * 32
     rows = min(head_rows or config.draft_vocab_size, config.draft_vocab_size)
     wide = config.num_heads * slots + rows + 4 * config.intermediate_size
-    batch = max(1, min(32, TRANSIENT // (4 * padded * wide)))
+    if config.latent is not None:
+        wide += 2 * config.num_heads * (config.latent.kv_lora_rank + config.head_dim)
+    at_once = padded if config.num_layers == 1 else max(padded, BLOCK)
+    batch = max(1, min(32, TRANSIENT // (4 * at_once * wide)))
     return Rung(low, high, chains, steps, slots, padded, 1 << (batch.bit_length() - 1), head_rows)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from eagle3_jax.config import Boundary
 from eagle3_jax.wirings import candidates, scorer
+from eagle3_jax.wirings.block import Knobs
 from eagle3_jax.wirings.engine import compare
 from eagle3_jax.wirings.material import Material
 from eagle3_jax.wirings.rungs import Rung, Scores, costs_of, rungs
@@ -252,7 +253,7 @@ class Search:
         place = {b: i for i, b in enumerate(chosen)}
         knobs = {name: jnp.asarray(value) for name, value in m.knobs(wiring, place).items()}
         weights = m.weights(wiring.head, wiring.gate_up == "swapped", subset)
-        return rows, weights, table, scorer.Knobs(**knobs)
+        return rows, weights, table, Knobs(**knobs)
 
     def _slots(self, rung: Rung):
         if id(rung) not in self._rows:
@@ -277,8 +278,8 @@ class Search:
                 weights,
                 rows,
                 table,
-                scorer.Knobs(**stacked),
-                head_dim=m.config.head_dim,
+                Knobs(**stacked),
+                form=m.form,
                 steps=rung.steps,
             )
             nll, best = np.asarray(nll)[:, :, : len(m.maps), :, :count], np.asarray(best)

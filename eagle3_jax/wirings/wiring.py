@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from eagle3_jax.config import Boundary, DraftConfig, RopeConfig
+from eagle3_jax.rope_config import axes_in_words
 
 FuseNorm = Literal["none", "concat", "per_state"]
 Owner = Literal["draft", "target"]
@@ -20,8 +21,11 @@ class Wiring:
       fuse_norm: the norm before `fc`: none, one over all features, one per state.
       norm_before_residual, double_norm, final_norm, feedback: as in `DraftConfig`.
       residual: what the attention's result is added to; engines and trainers use the state.
+      next_norm: what later layers that read the state alone norm it with. layers: whether the later
+        ones run at all. fed_from: whose state is fed back.
       rope, pairs, window, clamp: rotary embedding; which elements of a head turn together; how many
-        positions a row sees; the largest position, after which all are the same.
+        positions a row sees ("as configured": each layer its own); the largest position, after
+        which all are the same.
       token_shift: state p goes with token p + token_shift.
       row_shift: slot t reads row t + row_shift of the record, for records whose rows are late.
       first: the pair of position 0: kept, its embedding zeroed, or absent.
@@ -42,9 +46,12 @@ class Wiring:
     final_norm: bool = True
     feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
     residual: Literal["state", "embedding"] = "state"
+    next_norm: Literal["input_layernorm", "hidden_norm"] = "input_layernorm"
+    layers: Literal["all", "first alone"] = "all"
+    fed_from: Literal["last", "first"] = "last"
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     pairs: Literal["halves", "interleaved"] = "halves"
-    window: int | None = None
+    window: int | Literal["as configured"] | None = None
     clamp: int | None = None
     token_shift: int = 1
     row_shift: int = 0
@@ -85,9 +92,16 @@ def configured(config: DraftConfig, boundaries: tuple[Boundary, ...]) -> Wiring:
         double_norm=config.double_norm,
         final_norm=config.final_norm,
         feedback=config.feedback,
+        next_norm="hidden_norm" if config.next_layers == "hidden_norm" else "input_layernorm",
         rope=config.rope,
-        window=config.windows[0] if config.windows else None,
+        pairs="interleaved" if config.latent and config.latent.interleaved else "halves",
+        window=_window(config),
     )
+
+
+def _window(config: DraftConfig) -> int | Literal["as configured"] | None:
+    windows = set(config.windows)
+    return "as configured" if len(windows) > 1 else next(iter(windows), None)
 
 
 def joint_shift(old: tuple[Boundary, ...], new: tuple[Boundary, ...]) -> int | None:
@@ -109,6 +123,8 @@ def describe_change(name: str, old: Any, new: Any) -> str:
             return f"{shown} (shift {step:+d})"
         return f"{shown} (order)" if sorted(map(str, old)) == sorted(map(str, new)) else shown
     if name == "rope":
+        if old.one_axis == new.one_axis:
+            return f"rope with {axes_in_words(new)}" if new.mrope_section else "rope of one axis"
         if dataclasses.replace(old, theta=new.theta) == new:
             return f"rope theta {new.theta:g} for {old.theta:g}"
         scaling = "no scaling" if new.kind == "default" else f"{new.kind} scaling"
@@ -137,6 +153,8 @@ _WORDS = {
     "residual": "residual taken from the {new}",
     "pairs": "rotary pairs {new}",
     "window": "window={new}",
+    "layers": "layers: {new}",
+    "fed_from": "the {new} layer's state fed back",
     "token_shift": "state p with token p+{new}",
     "first": "position 0 {new}",
     "prefix": "prompt {new} in the draft's cache",
@@ -153,6 +171,8 @@ def _switch(name: str, new: Any) -> str:
             "concat": "norm over concat before fc",
             "per_state": "a norm per state before fc",
         }[new]
+    if name == "next_norm":
+        return f"later layers under {new}"
     if name == "norm_before_residual":
         return f"norm_before_residual={str(new).lower()}"
     if name == "double_norm":

@@ -1,0 +1,70 @@
+"""The Mosaic GPU kernel: its body in NumPy against NumPy in float64, and its lowering."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import draw
+from cuda_lowering import lowered
+from mosaic_by_hand import by_hand  # noqa: F401
+from selection import by_default
+
+from eagle3_jax.ops import attention
+from eagle3_jax.ops.mosaic_attention import takes
+
+# (B, T, S, K, G, H, words)
+CASES = [
+    ((1, 1, 40, 1, 4, 64, 1), "bfloat16", None),
+    ((3, 7, 200, 2, 3, 64, 1), "float16", None),
+    ((2, 33, 500, 1, 5, 128, 2), "bfloat16", None),  # rows in three blocks
+    ((1, 64, 700, 1, 4, 64, 2), "bfloat16", 1.5),
+    ((2, 10, 160, 2, 1, 64, 3), "float16", None),  # words of an odd number
+    ((140, 2, 70, 1, 1, 64, 1), "float16", None),  # one split each
+]
+
+
+@pytest.mark.parametrize("which", by_default(CASES, lambda i, _: i in (1, 3)), ids=str)
+def test_the_body_is_attention(by_hand, which):  # noqa: F811
+    shape, dtype, softcap = which
+    case = draw(np.random.default_rng(shape[1]), dtype, shape, softcap=softcap)
+    case.check(case.run(by_hand))
+
+
+def test_a_row_that_sees_nothing_is_zeros(by_hand):  # noqa: F811
+    case = draw(np.random.default_rng(1), "float16", (1, 3, 70, 1, 2, 64, 1), lengths=[0])
+    case.bits = [[0, 1, 0]]
+    found = case.run(by_hand)
+    assert np.all(found[0, [0, 2]] == 0)
+    case.check(found)
+
+
+def test_what_it_takes():
+    def of(dtype="bfloat16", H=128, S=64):
+        q, k = (jax.ShapeDtypeStruct((1, s, n, H), dtype) for s, n in ((8, 8), (S, 2)))
+        return q, k, k
+
+    assert takes(*of(), plain=True)
+    assert takes(*of("float16", 256), plain=True)
+    assert not takes(*of(), plain=False)
+    assert not takes(*of("float32"), plain=True)
+    assert not takes(*of(H=80), plain=True)
+    assert not takes(*of(S=100), plain=True)
+    assert not takes(*of()[:2], None, plain=True)
+
+
+@pytest.mark.parametrize(("H", "which"), [(64, "mosaic_gpu"), (80, "triton")])
+def test_it_runs_where_it_was_asked_for(H, which):
+    """Asked for by name only; what it does not take is the Triton kernel's."""
+    shapes = (
+        jax.ShapeDtypeStruct((1, 8, 8, H), jnp.bfloat16),
+        *[jax.ShapeDtypeStruct((1, 104, 2, H), jnp.bfloat16)] * 2,
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.ShapeDtypeStruct((1, 8, 1), jnp.uint32),
+    )
+
+    def calls(**options):
+        run = jax.jit(lambda *args: attention.attend(*args, scale=0.1, **options))
+        return lowered(run, *shapes)
+
+    assert which in calls(implementation="mosaic")
+    assert "mosaic" not in calls()
