@@ -13,6 +13,9 @@ from eagle3_jax.precision import accum_dtype
 from eagle3_jax.sampling_config import GREEDY, AcceptRule, SamplingConfig
 from eagle3_jax.tree import Tree, unpack
 
+FLAT = 1e30
+"""A temperature at which all are equally likely; more would overflow float32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingPlan:
@@ -88,7 +91,7 @@ class SamplingValues:
             return jnp.asarray(value, dtype)
 
         return cls(
-            scalar(1.0 if config.greedy else config.temperature),
+            scalar(1.0 if config.greedy else min(config.temperature, FLAT)),
             jnp.asarray(min(config.top_k or vocab_size, vocab_size), jnp.int32),
             scalar(config.top_p),
             scalar(config.min_p),

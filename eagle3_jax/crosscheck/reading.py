@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -215,10 +217,15 @@ def _closed(request: EngineRequest, rounds: list[DumpedRound]) -> list[DumpedRou
 def _tensors(path: Path) -> EngineRun:
     """Named tensors in forward order, of one position or pass."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise CrosscheckError(f"{path}: one array, expected an .npz archive of named ones")
+        with file:
             tensors = {f"raw.{name}": file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        raise CrosscheckError(f"{path}: cannot be read as .npz: {error}") from None
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error, NotImplementedError) as error:
+        raise CrosscheckError(
+            f"{path}: damaged, or no .npz archive: {error or 'the file is empty'}"
+        ) from None
     if not tensors:
         raise CrosscheckError(f"{path}: no tensors in it")
     for name, value in tensors.items():
