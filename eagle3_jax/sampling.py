@@ -14,7 +14,8 @@ from eagle3_jax.sampling_config import GREEDY, AcceptRule, SamplingConfig
 from eagle3_jax.tree import Tree, unpack
 
 FLAT = 1e30
-"""A temperature at which all are equally likely; more would overflow float32."""
+"""A temperature at which all are equally likely; more would overflow float32, as dividing by less
+than its inverse would."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class SamplingValues:
             jnp.asarray(min(config.top_k or vocab_size, vocab_size), jnp.int32),
             scalar(config.top_p),
             scalar(config.min_p),
-            scalar(config.repetition_penalty),
+            scalar(max(config.repetition_penalty, 1 / FLAT)),
             scalar(config.presence_penalty),
             scalar(config.frequency_penalty),
             bias,
