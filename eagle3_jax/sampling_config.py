@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -196,9 +197,13 @@ def _number(name: str, value: Any, low: float, high: float, *, above: bool = Fal
 
 
 def _whole(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < low:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low:
         raise ConfigError(f"{name} is {value!r}, expected a whole number of at least {low}")
-    return value.__index__()
+    return number
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:
@@ -218,6 +223,8 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
 
 def _seeds(given: Any) -> int | tuple[int, ...]:
     many = isinstance(given, Sequence) and not isinstance(given, str)
+    if getattr(given, "ndim", 0) == 1:
+        given, many = list(given), True
     seeds = tuple(_whole("seed", s, 0) for s in (given if many else [given]))
     wrong = next((s for s in seeds if s >= 2**32), None)
     if wrong is not None:
