@@ -4,8 +4,8 @@ Each way of sampling SmolLM2 (plain, and every rule with the demo's draft) write
 A plain pass over each whole text, which shares nothing with the rounds, gives every token's place
 in the target's own distribution before it. Tests of each way, all by chi-square (follows.py): the
 places are uniform; they are spread as those of plain sampling; texts begin as plain ones do; rounds
-accept as many drafts as the rule's closed form expects; and drafts that are certain come as often as
-the target itself would have written them. Of a hundred such benches one would reject a right way by
+accept as many drafts as the rule expects in closed form; and certain drafts come as often as the
+target itself would have written them. Of a hundred such benches one would reject a right way by
 chance (Bonferroni over all tests). Three wrong rules show that the same tests reject what does not
 follow the target; the last one is the sharpest where drafts are favoured.
 """

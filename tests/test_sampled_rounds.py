@@ -4,14 +4,18 @@ Exact and with no statistics: which node reads which coin, whose distribution a 
 what the penalties have seen, how drawn drafts reach target ids.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
+import mutations
 import numpy as np
 import pytest
 from selection import by_default
 from test_sampling import CHAIN, EVERYTHING, PROMPTS, RULES, processed
 
 import eagle3_jax as e3
+from eagle3_jax import choice, loop
 
 FINAL, NODES, DRAFTS = range(3)
 LENGTH = 20
@@ -121,17 +125,17 @@ class Sequence:
         return list(range(correct + 1)), left
 
 
-@pytest.mark.parametrize("name", by_default(RULES, lambda _, name: name in ("rejection", "block")))
-def test_rounds_are_what_numpy_makes_of_the_same_coins(name, tiny_target, tiny_draft):
+def check(name: str, target, draft):
+    """Every round of a rule of `RULES`; fails at the first that differs."""
     rule, tree = RULES[name]
     prompts, seeds = PROMPTS * 2, [7, 8, 9, 10, 2**32 - 1, 12, 13, 14]
-    d2t = np.asarray(tiny_draft.draft_to_target[...])
+    d2t = np.asarray(draft.draft_to_target[...])
     assert tree is not CHAIN or (d2t != np.arange(len(d2t))).any()
     sequences = [Sequence(seed, d2t) for seed in seeds]
     accepted = 0
     for one in e3.rounds(
-        tiny_target,
-        tiny_draft,
+        target,
+        draft,
         prompts,
         max_new_tokens=LENGTH,
         tree=tree,
@@ -148,5 +152,44 @@ def test_rounds_are_what_numpy_makes_of_the_same_coins(name, tiny_target, tiny_d
         assert one.emitted == emitted[: len(one.emitted)]
         assert len(one.emitted) == len(emitted) or len(own.output) >= LENGTH
         accepted += len(path) - 1
-    assert accepted > 20
+    assert accepted > 8
     assert min(len(own.output) for own in sequences) >= LENGTH
+
+
+@pytest.mark.parametrize("name", by_default(RULES, lambda _, name: name == "block"))
+def test_rounds_are_what_numpy_makes_of_the_same_coins(name, tiny_target, tiny_draft):
+    check(name, tiny_target, tiny_draft)
+
+
+MISTAKES = {
+    "d2t of q skipped": (
+        loop,
+        "_over_target",
+        "draft.to_target(jnp.arange(narrow.shape[2], dtype=jnp.int32))",
+        "jnp.arange(narrow.shape[2], dtype=jnp.int32)",
+    ),
+    "one coin for all levels": (choice, "propose", "coins[:, level]", "coins[:, 0]"),
+    "drafts at temperature 1": (choice, "propose", " / values.temperature", ""),
+    "the first round's coin before it": (choice, "first_token", "lengths - 1, ()", "lengths, ()"),
+    "one purpose's coins for another": (choice, "verified", "sampling.FINAL", "sampling.DRAFTS"),
+    "tokens never counted": (
+        loop,
+        "round_",
+        "sampling.count(state.counts, tokens, kept)",
+        "state.counts",
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_the_loop_show(mistake, tiny_target, tiny_draft, monkeypatch):
+    module, name, old, new = MISTAKES[mistake]
+    source = inspect.getsource(getattr(module, name))
+    assert source.count(old) == 1
+    wrong = dict(vars(module))
+    exec(compile(source.replace(old, new), module.__name__, "exec"), wrong)
+    mutations.fresh_programs(monkeypatch)
+    monkeypatch.setattr(module, name, wrong[name])
+    with pytest.raises(AssertionError):
+        check("block", tiny_target, tiny_draft)
