@@ -94,7 +94,7 @@ def beside_engine(
     chains = [pack.chains[i] for i in search.many.chains]
     tried: list[DraftAttention] = [own]
     if tree.num_steps > 2:
-        tried += [name for name in DRAFT_ATTENTIONS if name != own]
+        tried.extend(name for name in DRAFT_ATTENTIONS if name != own)
     counts = {name: accepted(search, wiring, tree, name) for name in tried}
     found = {name: engine.compare_counts("refresh", chains, a) for name, a in counts.items()}
     best = min(found, key=lambda name: found[name].different)
