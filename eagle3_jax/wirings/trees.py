@@ -95,8 +95,12 @@ def beside_engine(
     tried: list[DraftAttention] = [own]
     if tree.num_steps > 2:
         tried.extend(name for name in DRAFT_ATTENTIONS if name != own)
-    counts = {name: accepted(search, wiring, tree, name) for name in tried}
-    found = {name: engine.compare_counts("refresh", chains, a) for name, a in counts.items()}
+    counts: dict[DraftAttention, np.ndarray] = {
+        name: accepted(search, wiring, tree, name) for name in tried
+    }
+    found: dict[DraftAttention, engine.Agreement] = {
+        name: engine.compare_counts("refresh", chains, a) for name, a in counts.items()
+    }
     best = min(found, key=lambda name: found[name].different)
     return best, counts[best], [found[best]]
 
