@@ -186,13 +186,13 @@ class Attention(nnx.Module):
             norms = self.q_norm.weight[...], self.k_norm.weight[...]
         eps = self.config.norm_eps
         if rows.ancestors is None:
-            q, *new = split(grouped, rotation, norms, eps)
-            cache = cache.write(layer, *new, rows.start, rows.positions)
-            out = attend_causal(q, *new, scale=H**-0.5, window=self.config.window)
+            q, k, v = split(grouped, rotation, norms, eps)
+            cache = cache.write(layer, k, v, rows.start)
+            out = attend_causal(q, k, v, scale=H**-0.5, window=self.config.window)
         else:
-            buffers = cache.k[layer], cache.v[layer]
-            q, *buffers = append_rows(grouped, rotation, norms, *buffers, rows.start, eps)
-            cache = cache.written(layer, *buffers, rows.start, rows.positions)
+            k, v = cache.k[layer], cache.v[layer]
+            q, k, v = append_rows(grouped, rotation, norms, k, v, rows.start, eps)
+            cache = cache.written(layer, k, v)
             out = attend_rows(q, cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
 

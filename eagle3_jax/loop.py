@@ -275,7 +275,7 @@ def finish(program: Program, weights: Weights, state: LoopState, limits: Limits)
         )
         return dataclasses.replace(after, log=log)
 
-    return lax.while_loop(lambda s: ~jnp.all(s.done), body, state)
+    return sharding.pinned(lax.while_loop(lambda s: ~jnp.all(s.done), body, state))
 
 
 @functools.partial(jax.jit, static_argnames=("program", "slots", "capacity"))

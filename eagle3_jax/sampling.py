@@ -13,6 +13,10 @@ from eagle3_jax.precision import accum_dtype
 from eagle3_jax.sampling_config import GREEDY, AcceptRule, SamplingConfig
 from eagle3_jax.tree import Tree, unpack
 
+FLAT = 1e30
+"""A temperature at which all are equally likely; more would overflow float32, as dividing by less
+than its inverse would."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingPlan:
@@ -88,11 +92,11 @@ class SamplingValues:
             return jnp.asarray(value, dtype)
 
         return cls(
-            scalar(config.temperature or 1.0),
+            scalar(1.0 if config.greedy else min(config.temperature, FLAT)),
             jnp.asarray(min(config.top_k or vocab_size, vocab_size), jnp.int32),
             scalar(config.top_p),
             scalar(config.min_p),
-            scalar(config.repetition_penalty),
+            scalar(max(config.repetition_penalty, 1 / FLAT)),
             scalar(config.presence_penalty),
             scalar(config.frequency_penalty),
             bias,
@@ -148,7 +152,7 @@ def probabilities(logits: jax.Array, plan: SamplingPlan, values: SamplingValues)
         rank = jnp.arange(best.shape[-1], dtype=jnp.int32)
         best = _only(best, (rank < values.top_k)[None, None], sums)
     if plan.top_p:
-        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p, sums)
+        best = _only(best, _running(best) - best < values.top_p, sums)
     if plan.min_p:
         best = _only(best, best >= values.min_p * best[..., :1], sums)
     probs = jnp.where(_first(probs, ordered, jnp.sum(best > 0, axis=-1)), probs, 0)
@@ -175,7 +179,7 @@ def _first(probs: jax.Array, ordered: jax.Array, count: jax.Array) -> jax.Array:
     least = jnp.take_along_axis(ordered, count - 1, axis=-1)
     room = count - jnp.sum(ordered > least, axis=-1, keepdims=True, dtype=jnp.int32)
     equal = probs == least
-    earlier = jnp.cumsum(equal, axis=-1, dtype=jnp.int32)
+    earlier = _running(equal.astype(jnp.int32))
     return (probs > least) | (equal & (earlier <= room))
 
 
@@ -233,9 +237,7 @@ def draw(weights: jax.Array, coin: jax.Array) -> jax.Array:
     if size <= 2 * BLOCK:
         total = jnp.cumsum(weights, axis=-1)
         return _reached(total, weights, coin * total[..., -1])
-    blocks = -(-size // BLOCK)
-    pad = [(0, 0)] * (weights.ndim - 1) + [(0, blocks * BLOCK - size)]
-    parts = jnp.pad(weights, pad).reshape(*weights.shape[:-1], blocks, BLOCK)
+    parts = _blocks(weights)
     sums = jnp.sum(parts, axis=-1)
     total = jnp.cumsum(sums, axis=-1)
     goal = coin * total[..., -1]
@@ -244,6 +246,24 @@ def draw(weights: jax.Array, coin: jax.Array) -> jax.Array:
     part = jnp.take_along_axis(parts, block[..., None], axis=-2)[..., 0, :]
     within = _reached(before + jnp.cumsum(part, axis=-1), part, goal)
     return block[..., 0] * BLOCK + within
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """[..., V] -> [..., blocks, BLOCK], zeros at the end."""
+    blocks = -(-x.shape[-1] // BLOCK)
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - x.shape[-1])]
+    return jnp.pad(x, pad).reshape(*x.shape[:-1], blocks, BLOCK)
+
+
+def _running(x: jax.Array) -> jax.Array:
+    """`cumsum` over the last axis; of a large vocabulary by blocks, as in `draw`."""
+    if x.shape[-1] <= 2 * BLOCK:
+        return jnp.cumsum(x, axis=-1, dtype=x.dtype)
+    parts = _blocks(x)
+    total = jnp.cumsum(jnp.sum(parts, axis=-1, dtype=x.dtype), axis=-1, dtype=x.dtype)
+    before = jnp.concatenate((jnp.zeros_like(total[..., :1]), total[..., :-1]), axis=-1)
+    within = jnp.cumsum(parts, axis=-1, dtype=x.dtype) + before[..., None]
+    return within.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
 
 def _reached(total: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:

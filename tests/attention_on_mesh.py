@@ -1,11 +1,14 @@
-"""Attention on four devices, run by test_attention_programs.py in a process that has them."""
+"""Kernels on four devices, run by test_attention_programs.py in a process that has them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from attention_cases import draw
 from jax.sharding import AxisType
 
-from eagle3_jax.ops.attention import attend
+from eagle3_jax.cache import KVCache
+from eagle3_jax.ops.append import append_rows
+from eagle3_jax.ops.attention import attend, attend_causal, use_attention
 
 
 def check(shape: tuple, axes: tuple[int, int], local: tuple[int, int] | None):
@@ -27,6 +30,43 @@ def check(shape: tuple, axes: tuple[int, int], local: tuple[int, int] | None):
         case.check(case.run(sharded))
 
 
+def check_the_others():
+    """Rows appended, a path kept and a prefill, each split over heads as on one device."""
+    B, T, S, K, G, H = 2, 4, 20, 4, 2, 16
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    grouped, cos, sin = normal(B, T, K, G + 2, H), *normal(2, B, T, 1, H // 2)
+    k, v = normal(2, B, S, K, H)
+    norms = tuple(normal(2, H))
+    start = jnp.asarray([3, 9], jnp.int32)
+    path = jnp.asarray([[0, 2, 3], [0, 1, 3]], jnp.int32)
+
+    def run(grouped, rotation, norms, k, v, start, path):
+        q, k, v = append_rows(grouped, rotation, norms, k, v, start, 1e-5)
+        cache = KVCache((k,), (v,)).keep(path, start)
+        return q, cache, attend_causal(q, k[:, :T], v[:, :T], scale=0.5)
+
+    def found(implementation):
+        def chosen(*args):
+            with use_attention(implementation):
+                return run(*args)
+
+        args = (grouped, (cos, sin), norms, k, v, start, path)
+        text = jax.jit(chosen).lower(*args).as_text()
+        return jax.jit(chosen)(*args), text.count("manual_computation")
+
+    expected, parts = found("xla")
+    assert parts == 0
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        mine, parts = found("interpret")
+    assert parts >= 3
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 if __name__ == "__main__":
     assert jax.device_count() == 4
     # (B, T, S, K, G, H, words)
@@ -34,4 +74,5 @@ if __name__ == "__main__":
     check((2, 3, 20, 4, 1, 16, 1), (1, 4), (2, 1))
     check((2, 3, 20, 1, 2, 16, 1), (2, 2), (1, 1))
     check((1, 3, 20, 1, 2, 16, 1), (2, 2), None)
+    check_the_others()
     print("ok")

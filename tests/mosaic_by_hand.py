@@ -158,7 +158,7 @@ def by_hand(monkeypatch):
     where: dict = {}
     fakes = {
         "plgpu": types.SimpleNamespace(
-            ACC=Accumulator,
+            WGMMAAccumulatorRef=Accumulator,
             Barrier=lambda **options: functools.partial(Barriers, **options),
             CompilerParams=lambda **options: options,
             Layout=types.SimpleNamespace(WGMMA=None),

@@ -92,10 +92,14 @@ with jax.set_mesh(mesh):
     weights = sharding.put(run.weights, specs, mesh)
     state, _ = run._start(False)
     state = sharding.put(state, sharding.state_specs(state, 4), mesh)
+    where = jax.tree.map(lambda x: x.sharding, state)
+    state, _, _ = loop.round_jit(run.program, weights, state, run.limits)
+    kept = [jax.tree.map(lambda x: x.sharding, state) == where]
     state = loop.finish_jit(run.program, weights, state, run.limits)
 split = [row[:n].tolist() for row, n in zip(np.asarray(state.out), np.asarray(state.num_new))]
+kept.append(jax.tree.map(lambda x: x.sharding, state) == where)
 used = len(state.target_cache.k[0].sharding.device_set)
-print(json.dumps([whole, split, used]))
+print(json.dumps([whole, split, used, kept]))
 """
 
 
@@ -114,7 +118,8 @@ def test_eight_devices_give_the_tokens_of_one():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    whole, split, used = json.loads(done.stdout.splitlines()[-1])
+    whole, split, used, kept = json.loads(done.stdout.splitlines()[-1])
+    assert kept == [True, True]  # no array is sent around between rounds
     assert split == whole
     assert used == 8
 

@@ -228,7 +228,7 @@ def test_pieces():
 
 def test_unknown_names():
     case = draw(np.random.default_rng(0), "float32", SHAPES["one row"])
-    with pytest.raises(ValueError, match="implementation is 'cuda', expected xla, pallas, mosaic, interp"):
+    with pytest.raises(ValueError, match="implementation is 'cuda', expected xla, pallas, mosaic"):
         case.run(attention.attend, implementation="cuda")
     with pytest.raises(ValueError, match="implementation is 'einsum'"):
         attention.use_attention("einsum")

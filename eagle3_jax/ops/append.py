@@ -75,6 +75,8 @@ def put_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
 
     The caller guarantees that they fit: an update past the end would be moved, not refused.
     """
+    if rows.size == 0:  # latent attention has no values of its own
+        return buffer
     if buffer.shape[0] == 1:
         zero = jnp.zeros((), start.dtype)
         return lax.dynamic_update_slice(buffer, rows, (zero, start[0], *[zero] * (buffer.ndim - 2)))

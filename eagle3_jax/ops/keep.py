@@ -18,7 +18,8 @@ from eagle3_jax.ops.over_mesh import axes_for, over_mesh
 from eagle3_jax.ops.pallas_backend import call, load, store
 
 COLUMNS = 128
-HELD = 32768  # elements one program holds between its loads and its stores
+HELD = 65536  # bytes one program holds between its loads and its stores: half its registers
+MOST = 64  # buffers of one launch
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -31,7 +32,10 @@ def keep_rows(
     found = list(buffers)
     for shape, dtype in dict.fromkeys((x.shape, x.dtype) for x in buffers):
         alike = [i for i, x in enumerate(buffers) if (x.shape, x.dtype) == (shape, dtype)]
-        most = max(1, HELD // (COLUMNS * _power(path.shape[1])))
+        if 0 in shape:
+            continue
+        tile = _power(path.shape[1]) * _columns(shape[-1]) * dtype.itemsize
+        most = max(1, min(MOST, HELD // tile))
         for first in range(0, len(alike), most):
             some = alike[first : first + most]
             moved = _keep([buffers[i] for i in some], path, start)
@@ -48,7 +52,7 @@ def _keep(buffers: list[jax.Array], path: jax.Array, start: jax.Array) -> Sequen
 
     if buffers[0].ndim != 4:  # positions of the slots
         return plain(path, start, *buffers)
-    B, _, K, H = buffers[0].shape
+    B, _, K, _ = buffers[0].shape
 
     def kernel(*arrays, interpret):
         def run(path, start, *buffers):
@@ -58,7 +62,7 @@ def _keep(buffers: list[jax.Array], path: jax.Array, start: jax.Array) -> Sequen
         heads = (P(data, None, model),) * len(buffers)
         return over_mesh(run, arrays, axes, (P(data), P(data), *heads), heads)
 
-    takes = H > 0 and buffers[0].dtype in DTYPES
+    takes = buffers[0].dtype in DTYPES
     return which.run(plain, kernel, (path, start, *buffers), takes=takes)
 
 
@@ -73,9 +77,10 @@ def _by_kernel(path, start, *buffers, interpret: bool):
     B, S, K, H = buffers[0].shape
     slots = pl.BlockSpec((None, S, None, H), lambda b, h, c: (b, 0, h, 0))
     row = pl.BlockSpec((None, path.shape[1]), lambda b, h, c: (b, 0))
+    columns = _columns(H)
     return call(
-        _kernel(path.shape[1], H, len(buffers)),
-        grid=(B, K, -(-H // COLUMNS)),
+        _kernel(path.shape[1], columns, len(buffers)),
+        grid=(B, K, H // columns),
         in_specs=[row, pl.BlockSpec((1,), lambda b, h, c: (b,)), *[slots] * len(buffers)],
         out_specs=[slots] * len(buffers),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
@@ -86,20 +91,24 @@ def _by_kernel(path, start, *buffers, interpret: bool):
     )(path, start, *buffers)
 
 
-def _kernel(rows: int, width: int, count: int) -> Callable:
+def _kernel(rows: int, columns: int, count: int) -> Callable:
     def keep_rows_kernel(path_ref, start_ref, *refs):
-        row = lax.iota(jnp.int32, _power(rows))
-        column = pl.program_id(2) * COLUMNS + lax.iota(jnp.int32, COLUMNS)
-        mask = (row < rows)[:, None] & (column < width)[None]
-        at = start_ref[0] + load(path_ref.at[row], mask=row < rows, other=jnp.int32(0))
+        # Past the last row that one again, to the same place: no mask.
+        row = jnp.minimum(lax.iota(jnp.int32, _power(rows)), rows - 1)
+        column = (pl.program_id(2) * columns + lax.iota(jnp.int32, columns))[None]
+        start = start_ref[0]
+        at, to = (start + load(path_ref.at[row]))[:, None], (start + row)[:, None]
         # All are read before any is written: a path's slots overlap the front.
-        held = [
-            load(ref.at[at[:, None], column[None]], mask=mask, other=0.0) for ref in refs[:count]
-        ]
+        held = [load(ref.at[at, column]) for ref in refs[:count]]
         for ref, x in zip(refs[count:], held, strict=True):
-            store(ref.at[(start_ref[0] + row)[:, None], column[None]], x, mask=mask)
+            store(ref.at[to, column], x)
 
     return keep_rows_kernel
+
+
+def _columns(width: int) -> int:
+    """Elements of a head that one program moves: a power of two that divides the width."""
+    return min(COLUMNS, width & -width)
 
 
 def _power(n: int) -> int:

@@ -115,7 +115,7 @@ def _kernel(
                 plgpu.wgmma(ref, q_smem, k_smem.at[slot].transpose((1, 0)))
                 return ref[...]
 
-            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+            scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, KEYS), jnp.float32))
             if softcap is None:
                 scores = scores * (scale * LOG2E)
             else:
@@ -132,7 +132,7 @@ def _kernel(
             def weigh(ref):
                 plgpu.wgmma(ref, narrow, v_smem.at[slot])
 
-            acc = pl.run_state(weigh)(plgpu.ACC.init(acc))
+            acc = pl.run_state(weigh)(plgpu.WGMMAAccumulatorRef.init(acc))
             pl.when(i + stages < count)(lambda: fetch(i + stages))
             return acc, top, total
 
@@ -190,4 +190,4 @@ def _load(ref, index: tuple) -> jax.Array:
     """A row vector from global memory; jax 0.11 moved the index into the reference."""
     if "idx" in inspect.signature(plgpu.load).parameters:
         return plgpu.load(ref, index, layout=ROW, optimized=False)
-    return plgpu.load(ref.at[index], layout=ROW, optimized=False)
+    return plgpu.load(ref.at[index], layout=ROW, optimized=False)  # pyright: ignore[reportCallIssue]
