@@ -57,7 +57,7 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate((_each_head("btnh,nhr->btnr", q, up_k), turning), axis=3)
         key = jnp.concatenate((latent, key), axis=3)
         empty = jnp.zeros((B, T, 1, 0), x.dtype)
-        cache = cache.write(layer, key, empty, rows.start, rows.positions)
+        cache = cache.write(layer, key, empty, rows.start)
         scale = (nope + s.qk_rope_head_dim) ** -0.5 * self.config.sharpness
         window = self.config.window
         if rows.ancestors is None:

@@ -44,25 +44,27 @@ class KVCache:
         v = tuple(jnp.zeros((batch, slots, *heads), dtype) for _, heads in layers)
         return cls(k, v, jnp.zeros((batch, slots), jnp.int32) if positions else None)
 
-    def write(
-        self, layer: int, k: jax.Array, v: jax.Array, start: jax.Array, positions: jax.Array
-    ) -> "KVCache":
+    def place(self, positions: jax.Array, start: jax.Array) -> "KVCache":
+        """Puts the positions [B, T] of new rows for all layers, before these write them."""
+        if self.positions is None:
+            return self
+        return dataclasses.replace(self, positions=put_rows(self.positions, positions, start))
+
+    def write(self, layer: int, k: jax.Array, v: jax.Array, start: jax.Array) -> "KVCache":
         """Puts k, v [B, T, K, H] at slots start[b] .. start[b] + T - 1 of one layer.
 
-        The first layer puts their positions [B, T] for all. The caller guarantees that they fit: an
-        update past the end would be moved, not refused.
+        The caller guarantees that they fit: an update past the end would be moved, not refused.
         """
         k, v = put_rows(self.k[layer], k, start), put_rows(self.v[layer], v, start)
-        return self.written(layer, k, v, start, positions)
+        return self.written(layer, k, v)
 
-    def written(
-        self, layer: int, k: jax.Array, v: jax.Array, start: jax.Array, positions: jax.Array
-    ) -> "KVCache":
+    def written(self, layer: int, k: jax.Array, v: jax.Array) -> "KVCache":
         """With the whole buffers of a layer that has been written: `write` after its rows."""
-        kept = self.positions
-        if kept is not None and layer == 0:
-            kept = put_rows(kept, positions, start)
-        return KVCache(_set(self.k, layer, k), _set(self.v, layer, v), kept)
+        return KVCache(_set(self.k, layer, k), _set(self.v, layer, v), self.positions)
+
+    def layer(self, index: int) -> "KVCache":
+        """One layer's buffers as a cache of that layer alone."""
+        return KVCache(self.k[index : index + 1], self.v[index : index + 1], self.positions)
 
     def keep(self, path: jax.Array, start: jax.Array) -> "KVCache":
         """Moves slots start + path[:, d] to start + d in every layer; path is [B, P]."""

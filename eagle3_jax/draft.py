@@ -197,6 +197,7 @@ class Eagle3Draft(nnx.Module):
         positions = rows.positions if rows.axes is None else rows.axes
         rotation = rotations(self.config.rope, turning, positions, self.dtype)
         hidden = hidden.astype(self.dtype)
+        cache = cache.place(rows.positions, rows.start)
         for layer in self.layers:
             hidden, cache = layer(embedded, hidden, rotation, rows, cache)
         return hidden, cache

@@ -187,12 +187,12 @@ class Attention(nnx.Module):
         eps = self.config.norm_eps
         if rows.ancestors is None:
             q, k, v = split(grouped, rotation, norms, eps)
-            cache = cache.write(layer, k, v, rows.start, rows.positions)
+            cache = cache.write(layer, k, v, rows.start)
             out = attend_causal(q, k, v, scale=H**-0.5, window=self.config.window)
         else:
             k, v = cache.k[layer], cache.v[layer]
             q, k, v = append_rows(grouped, rotation, norms, k, v, rows.start, eps)
-            cache = cache.written(layer, k, v, rows.start, rows.positions)
+            cache = cache.written(layer, k, v)
             out = attend_rows(q, cache, layer, rows, H**-0.5, self.config.window)
         return self.o(out.reshape(B, T, -1)), cache
 

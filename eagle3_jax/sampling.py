@@ -13,6 +13,10 @@ from eagle3_jax.precision import accum_dtype
 from eagle3_jax.sampling_config import GREEDY, AcceptRule, SamplingConfig
 from eagle3_jax.tree import Tree, unpack
 
+FLAT = 1e30
+"""A temperature at which all are equally likely; more would overflow float32, as dividing by less
+than its inverse would."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingPlan:
@@ -88,11 +92,11 @@ class SamplingValues:
             return jnp.asarray(value, dtype)
 
         return cls(
-            scalar(config.temperature or 1.0),
+            scalar(1.0 if config.greedy else min(config.temperature, FLAT)),
             jnp.asarray(min(config.top_k or vocab_size, vocab_size), jnp.int32),
             scalar(config.top_p),
             scalar(config.min_p),
-            scalar(config.repetition_penalty),
+            scalar(max(config.repetition_penalty, 1 / FLAT)),
             scalar(config.presence_penalty),
             scalar(config.frequency_penalty),
             bias,

@@ -4,12 +4,17 @@ import copy
 import dataclasses
 import math
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from eagle3_jax.attention_config import ConfigError
 
 RuleName = Literal["greedy", "target_only", "rejection"]
+LEAST_TEMPERATURE = 1e-6
+"""Below it SGLang takes the most likely token (`sampling_params._SAMPLING_EPS`)."""
+MOST_BIAS = 1e30
+"""More, over a small temperature, would overflow float32."""
 RULES: tuple[RuleName, ...] = ("greedy", "target_only", "rejection")
 
 
@@ -24,7 +29,7 @@ class SamplingConfig:
     comes before the penalties and its min-p before top-k.
 
     Attributes:
-      temperature: 0 is greedy, on the penalised and biased logits.
+      temperature: 0 is greedy, on the penalised and biased logits, and so is all below 1e-6.
       top_k: most likely tokens kept, None for all; of equal ones the lower ids.
       top_p: the fewest most likely tokens whose probabilities reach this much.
       min_p: tokens at least this fraction as likely as the most likely one.
@@ -80,7 +85,7 @@ class SamplingConfig:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def penalises(self) -> bool:
@@ -192,9 +197,13 @@ def _number(name: str, value: Any, low: float, high: float, *, above: bool = Fal
 
 
 def _whole(name: str, value: Any, low: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < low:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low:
         raise ConfigError(f"{name} is {value!r}, expected a whole number of at least {low}")
-    return value.__index__()
+    return number
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:
@@ -208,12 +217,14 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         token = _whole("logit_bias: a token id", key, 0)
         if token in found:
             raise ConfigError(f"logit_bias has token {token} twice")
-        found[token] = _number(f"logit_bias of token {token}", value, -math.inf, math.inf)
+        found[token] = _number(f"logit_bias of token {token}", value, -MOST_BIAS, MOST_BIAS)
     return tuple(sorted(found.items()))
 
 
 def _seeds(given: Any) -> int | tuple[int, ...]:
     many = isinstance(given, Sequence) and not isinstance(given, str)
+    if getattr(given, "ndim", 0) == 1:
+        given, many = list(given), True
     seeds = tuple(_whole("seed", s, 0) for s in (given if many else [given]))
     wrong = next((s for s in seeds if s >= 2**32), None)
     if wrong is not None:

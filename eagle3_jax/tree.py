@@ -13,7 +13,7 @@ from eagle3_jax.config import TreeConfig
 from eagle3_jax.layers import pack_bits
 
 DraftAttention = Literal["ancestors", "beam_slots"]
-DRAFT_ATTENTIONS = ("ancestors", "beam_slots")
+DRAFT_ATTENTIONS: tuple[DraftAttention, ...] = ("ancestors", "beam_slots")
 
 
 @jax.tree_util.register_dataclass

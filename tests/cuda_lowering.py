@@ -1,9 +1,13 @@
 """Programs for a GPU, lowered on a machine that has none: what XLA would be given."""
 
 import contextlib
+import functools
+import re
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from eagle3_jax.ops.attention import use_attention
 
 
 def an_h200() -> contextlib.AbstractContextManager:
@@ -15,6 +19,20 @@ def an_h200() -> contextlib.AbstractContextManager:
 
 
 def lowered(run, *args) -> str:
-    """StableHLO of a jitted function for CUDA."""
-    with an_h200():
+    """StableHLO of a jitted function for CUDA, which this installation may not know."""
+    with an_h200(), use_attention("pallas"):
         return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def times_run(text: str, what: str) -> int:
+    """How often a pass through a StableHLO program meets `what`, in functions at each call."""
+    parts = re.split(r"func\.func \w+ @([\w.]+)\(", text)
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    @functools.cache
+    def count(name: str) -> int:
+        body = bodies[name]
+        calls = re.findall(r"\bcall @([\w.]+)\(", body)
+        return body.count(what) + sum(map(count, calls))
+
+    return count("main")

@@ -167,6 +167,17 @@ def at_the_edges(code: Modules):
     assert int(draw(jnp.asarray([0.0, 0.5, 0.5, 0.0]), jnp.asarray(0.0))) == 1
 
 
+def many_ids(code: Modules):
+    """A vocabulary that is added up by blocks: every coin of a grid, weights on both sides."""
+    block = code["sampling"].BLOCK
+    ids = np.array([0, block - 1, block, block + 1, 3 * block - 1, 3 * block, 3 * block + 4])
+    shares = np.array([1, 2, 1, 4, 3, 4, 1])
+    weights = np.zeros((16, 3 * block + 5))
+    weights[:, ids] = shares / 32  # half: the coin is scaled
+    drawn = code["sampling"].draw(jnp.asarray(weights), jnp.asarray(np.arange(16) / 16))
+    assert np.asarray(drawn).tolist() == np.repeat(ids, shares).tolist()
+
+
 def coins_are_apart(code: Modules):
     """Another number for every seed, length, stream and place; the same for the same."""
     sampling = code["sampling"]
@@ -192,6 +203,7 @@ CHECKS: dict[str, Callable[[Modules], None]] = {
         cuts,
         on_a_grid,
         at_the_edges,
+        many_ids,
         coins_are_apart,
     )
 }

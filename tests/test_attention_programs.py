@@ -1,7 +1,6 @@
 """Which attention whole programs have: lowered for a GPU, and run by the interpreted kernel."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_lowering import lowered
+from cuda_lowering import an_h200, lowered, times_run
 from random_models import draft_config, random_draft, random_target, target_config
 from selection import by_default
 from sglang_goldens import TRACES, load
@@ -18,6 +17,7 @@ from sglang_goldens import TRACES, load
 import eagle3_jax as e3
 from eagle3_jax import loop
 from eagle3_jax.ops import tree_attention as kernel
+from eagle3_jax.ops import which as choice
 from eagle3_jax.ops.attention import attend, attend_causal, use_attention
 from eagle3_jax.run import Run
 
@@ -34,10 +34,8 @@ def shapes(B, T, N, K, H, S, words, dtype=BFLOAT16) -> tuple:
 
 
 def kernels(text: str) -> int:
-    """How often the program runs the kernel; each shape of it is one function, called by name."""
-    functions = re.findall(r"func\.func private @(tree_attention\w*)\(", text)
-    assert len(functions) == text.count('name = "tree_attention_kernel"')
-    return sum(len(re.findall(rf"call @{name}\(", text)) for name in functions)
+    """How often the program runs the kernel."""
+    return times_run(text, 'name = "tree_attention_kernel"')
 
 
 KERNELS = [
@@ -61,6 +59,17 @@ def test_the_kernel_lowers_for_a_gpu(T, N, K, H, words, dtype):
     assert f"x{S}xi1>" not in text
     assert f"x{S}xf32>" not in text
     assert f"x{T}x{S}x" not in text
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_the_default_is_the_kernel_in_programs_for_a_gpu(possible, monkeypatch):
+    """Where one can be compiled for; on a CPU it is the einsum."""
+    monkeypatch.setattr(choice, "_cuda_is_possible", lambda: possible)
+    run = jax.jit(lambda *args: attend(*args, scale=0.1))
+    with an_h200():
+        traced = run.trace(*shapes(1, 8, 4, 2, 64, 100, 1))
+        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == possible
+        assert kernels(traced.lower(lowering_platforms=("cpu",)).as_text()) == 0
 
 
 def test_latent_attention_lowers_without_a_copy_of_the_values():

@@ -17,9 +17,10 @@ def test_write_then_keep(batch):
     expected = {n: np.zeros((layers, batch, S, K, widths[n]), np.float32) for n in "kv"}
     positions = rng.integers(0, 99, (batch, T)).astype(np.int32)
     start = rng.integers(0, S - T, batch).astype(np.int32)
+    cache = cache.place(jnp.asarray(positions), jnp.asarray(start))
     for layer in range(layers):
         rows = {n: rng.normal(size=(batch, T, K, widths[n])).astype(np.float32) for n in "kv"}
-        given = (*(rows[n] for n in "kv"), start, positions)
+        given = (*(rows[n] for n in "kv"), start)
         cache = cache.write(layer, *map(jnp.asarray, given))
         for b in range(batch):
             for name in "kv":

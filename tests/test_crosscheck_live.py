@@ -7,7 +7,9 @@ import threading
 
 import pytest
 from crosscheck_data import DATA
+from selection import by_default
 
+from eagle3_jax import cli
 from eagle3_jax.command import Parser, stop_ids
 from eagle3_jax.crosscheck import live_command
 from eagle3_jax.crosscheck.live import Asking, drive, saved_notes
@@ -390,3 +392,36 @@ def test_an_address_that_is_none():
     with pytest.raises(RecordError, match="expected http://HOST:PORT"):  # noqa: SIM117
         with live_command.driven(args, [[1]], None):
             pass
+
+
+VERDICTS = {
+    None: ("equal", 0, "4 requests, 96 tokens"),
+    "token_swapped": ("target differs", 1, "token 6"),
+    "aux_one_early": ("draft differs", 1, "one layer early"),
+}
+
+
+@pytest.mark.parametrize("fault", by_default(VERDICTS, lambda i, _: i < 2))
+def test_from_a_server_to_a_verdict(fault, server, sglang_models, converted, tmp_path, capsys):
+    """`eagle3 crosscheck --url` as a user runs it; the same again from what was kept."""
+    wrong = {} if fault is None else {tuple(a["request"]["input_ids"]): a for a in recorded(fault)}
+    server.answers |= {ids: answer["response"] for ids, answer in wrong.items()}
+    asked = list(wrong) or prompts(server)
+    file, folder = tmp_path / "prompts.jsonl", tmp_path / "kept"
+    file.write_text("".join(json.dumps({"input_ids": list(ids)}) + "\n" for ids in asked))
+    draft = converted(sglang_models / "draft", "--target", str(sglang_models / "target"))
+    capsys.readouterr()
+
+    def said(*words) -> tuple[dict, int]:
+        pair = ["--target", sglang_models / "target", "--draft", draft]
+        status = cli.main([str(w) for w in ("crosscheck", *words, *pair, "--json")])
+        return json.loads(capsys.readouterr().out), status
+
+    url = ["--url", server.url, "--prompts", file, "--max-new-tokens", 24, "--ignore-eos"]
+    found, status = said(*url, "--save", folder)
+    kind, expected, words = VERDICTS[fault]
+    assert (found["kind"], status) == (kind, expected), found["verdict"]
+    assert words in found["verdict"]
+    assert len(bodies(server)) == len(asked)
+    again, status = said(folder)
+    assert (again, status) == (found, expected)

@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,27 @@ def test_bad_input_is_one_line(name, tmp_path, capsys):
     assert str(path) in str(error.value)
     assert crosscheck(str(path), str(path)) == 2
     assert capsys.readouterr().err.startswith("error [CROSSCHECK]: ")
+
+
+ARCHIVES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda whole: b"", "no .npz archive, or not all of it"),
+    "cut": (lambda whole: whole[:60], "no .npz archive, or not all of it"),
+    "a text": (lambda whole: b"tensors", "no .npz archive, or not all of it"),
+    "damaged": (lambda whole: whole.replace(b"NUMPY", b"MUNPY"), "Bad CRC-32"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_a_bad_archive_is_one_line(name, tmp_path):
+    change, says = ARCHIVES[name]
+    file = tmp_path / "tensors.npz"
+    np.savez(file, states=np.arange(6.0), ids=np.array([7]))
+    assert len(read_run(file).requests) == 1
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(CrosscheckError) as error:
+        read_run(file)
+    assert says in str(error.value)
+    assert str(file) in str(error.value)
 
 
 def crosscheck(*argv: str) -> int:

@@ -47,7 +47,7 @@ SHAPES = {
 }
 
 
-USUAL = ("chain_1", "two_levels")
+USUAL = ("two_levels",)
 """The others run with `--exhaustive`."""
 
 

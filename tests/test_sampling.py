@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -9,6 +10,9 @@ from selection import by_default, every_other
 
 import eagle3_jax as e3
 from eagle3_jax import AcceptRule, SamplingConfig, TreeConfig, loop
+from eagle3_jax.sampling import SamplingPlan, SamplingValues, adjust, probabilities
+
+F32 = np.dtype(np.float32)
 
 PROMPTS = [[5, 17, 99, 3], [64, 2], [7, 7, 7, 7, 7, 7, 7], [120, 1, 33]]
 CHAIN, TREE, WIDE = TreeConfig(3), TreeConfig(3, 4, 8), TreeConfig(2, 3, 10)
@@ -277,11 +281,14 @@ BAD = [
     ({"frequency_penalty": 3}, "frequency_penalty is 3"),
     ({"logit_bias": {-1: 2}}, "token id is -1"),
     ({"logit_bias": {1: float("inf")}}, "logit_bias of token 1 is inf"),
+    ({"logit_bias": {1: -1e31}}, "logit_bias of token 1 is -1e+31"),
     ({"logit_bias": [(1, 2), (1, 3)]}, "token 1 twice"),
     ({"logit_bias": 4}, "logit_bias is 4"),
     ({"seed": -1}, "seed is -1"),
     ({"seed": 2**32}, "seed is 4294967296"),
     ({"seed": [1, "2"]}, "seed is '2'"),
+    ({"seed": np.zeros((2, 2), int)}, "seed is array"),
+    ({"top_k": np.array([1, 2])}, "top_k is array"),
 ]
 
 
@@ -308,6 +315,39 @@ def test_bad_values_are_refused(given, message):
 def test_calls_that_do_not_go_together_are_refused(pair, config, rule, tree, message):
     with pytest.raises(e3.ConfigError, match=message):
         run(pair, config, rule, tree)
+
+
+def test_seeds_of_any_kind():
+    for given in ([3, 4], (3, 4), range(3, 5), np.array([3, 4])):
+        assert SamplingConfig(seed=given).seed == (3, 4)
+    assert SamplingConfig(seed=np.int64(3)).seed == 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    every_other(
+        [
+            {"temperature": 1e300, "logit_bias": dict.fromkeys(range(128), 1e30)},
+            {"temperature": 1e-6, "repetition_penalty": 1e-300, "logit_bias": {3: -1e30}},
+        ]
+    ),
+    ids=["flat", "steep"],
+)
+def test_the_ends_of_the_ranges_stay_numbers(given):
+    """Of float32, in which 1e300 is infinite and 1e-300 nothing."""
+    config = SamplingConfig(**given)
+    plan, values = SamplingPlan.of(config, AcceptRule()), SamplingValues.of(config, 1, 128, F32)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 128)) * 20, jnp.float32)
+    counts = jnp.asarray(np.arange(128)[None, None] % 3, jnp.int32)
+    p = probabilities(adjust(logits, counts, plan, values), plan, values)
+    assert np.isfinite(np.asarray(p)).all()
+    assert float(p.sum()) == pytest.approx(1, abs=1e-4)
+
+
+def test_below_a_millionth_a_temperature_is_greedy():
+    """As SGLang has it (`sampling_params._SAMPLING_EPS`)."""
+    assert SamplingConfig(9e-7).greedy
+    assert not SamplingConfig(1e-6).greedy
 
 
 def test_a_rule_takes_its_own_options_only():

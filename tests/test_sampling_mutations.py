@@ -36,9 +36,11 @@ def mistakes(module: str, **of_check: dict[str, tuple[str, ...]]) -> list[Mistak
 
 EARLY = "    if plan.top_k:\n"
 TOP_P = """    if plan.top_p:
-        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p)
+        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p, sums)
 """
-MIN_P = "    if plan.min_p:\n        best = _only(best, best >= values.min_p * best[..., :1])\n"
+MIN_P = """    if plan.min_p:
+        best = _only(best, best >= values.min_p * best[..., :1], sums)
+"""
 MISTAKES = [
     *mistakes(
         "verify",
@@ -203,14 +205,12 @@ MISTAKES = [
             "the temperature after the cuts": (
                 "jax.nn.softmax(logits / values.temperature, axis=-1)",
                 "jax.nn.softmax(logits, axis=-1)",
-                "    back = ",
-                "    best = jax.nn.softmax(jnp.log(best) / values.temperature)\n    back = ",
+                "    return probs\n\n\ndef _only",
+                "    return jax.nn.softmax(jnp.log(probs) / values.temperature)\n\n\ndef _only",
             ),
             "one too many of top-k": ("rank < values.top_k", "rank <= values.top_k"),
-            "not renormalised": (
-                "return probs / jnp.sum(probs, axis=-1, keepdims=True)",
-                "return probs",
-            ),
+            "not renormalised": ("probs = probs / total", "probs = probs"),
+            "not renormalised in between": ("return best / sums[-1]", "return best"),
             "top-p before top-k": (EARLY, TOP_P + EARLY),
             "min-p before top-k": (EARLY, MIN_P + EARLY),
             "min-p of the whole": ("values.min_p * best[..., :1]", "values.min_p"),
@@ -219,8 +219,8 @@ MISTAKES = [
                 "jnp.cumsum(best, axis=-1) < values.top_p",
             ),
             "sorted and left so": (
-                "jnp.take_along_axis(best, back, axis=-1)",
-                "jnp.take_along_axis(best, 0 * back + jnp.sort(back), axis=-1)",
+                "    for total in sums:",
+                "    probs = best\n    for total in []:",
             ),
             "siblings' tokens penalised": (
                 "on_path = unpack(tree.ancestors, N) &",
@@ -245,28 +245,37 @@ MISTAKES = [
         },
         cuts={
             "the higher id of equal ones": (
-                "jnp.argsort(probs, axis=-1, stable=True, descending=True)",
-                "jnp.argsort(probs, axis=-1, stable=True)[..., ::-1]",
+                "earlier = jnp.cumsum(equal, axis=-1, dtype=jnp.int32)",
+                "earlier = jnp.cumsum(equal[..., ::-1], axis=-1, dtype=jnp.int32)[..., ::-1]",
             ),
+            "all of equal ones": ("equal & (earlier <= room)", "equal"),
+            "none of equal ones": ("equal & (earlier <= room)", "equal & (earlier < room)"),
             "a token past top-p": ("- best < values.top_p", "- best <= values.top_p"),
             "min-p above, not at": ("best >= values.min_p", "best > values.min_p"),
         },
         on_trees={
-            "the last coin not scaled": ("(coin * total[..., -1])[..., None]", "coin[..., None]"),
+            "the last coin not scaled": ("weights, coin * total[..., -1])", "weights, coin)"),
         },
         on_a_grid={
-            "a coin on the running sum": ("(total > (coin", "(total >= (coin"),
+            "a coin on the running sum": ("(total > goal", "(total >= goal"),
         },
         at_the_edges={
             "a token without weight at the end": ("jnp.where(weights > 0, index, 0)", "index"),
             "one at the beginning": (
-                "(total > (coin * total[..., -1])[..., None]) & (weights > 0)",
-                "(total >= (coin * total[..., -1])[..., None])",
+                "(total > goal[..., None]) & (weights > 0)",
+                "(total >= goal[..., None])",
             ),
             "the most likely at the end": (
                 "jnp.argmax(exceeds, axis=-1).astype(jnp.int32), last",
                 "jnp.argmax(exceeds, axis=-1).astype(jnp.int32), 0 * last",
             ),
+        },
+        many_ids={
+            "the blocks before left out": ("before + jnp.cumsum(part", "jnp.cumsum(part"),
+            "a block's first id": ("block[..., 0] * BLOCK + within", "block[..., 0] * BLOCK"),
+            "the id within a block": ("block[..., 0] * BLOCK + within", "within"),
+            "the block's own sum before it": ("jnp.maximum(block - 1, 0)", "block"),
+            "the coin not scaled": ("goal = coin * total[..., -1]", "goal = coin"),
         },
         coins_are_apart={
             "the same in every round": (

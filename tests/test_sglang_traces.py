@@ -92,8 +92,9 @@ def test_whole_generations_in_one_program(recorded, tiny_target, tiny_draft, tog
         assert discrete(result.trace.of(number)) == discrete(together[number])
 
 
-def test_statistics_of_one_request(recorded, tiny_target, tiny_draft):
-    request = recorded["single2"]
+@pytest.mark.parametrize("case", by_default(TRACES, lambda _, case: case == "tree_s3_k4_d8"))
+def test_statistics_of_one_request(case, tiny_target, tiny_draft):
+    request = load("traces", case)["single2"]
     result = e3.speculate(tiny_target, tiny_draft, [request.prompt], **options(request))
     mine = {k: v for k, v in result.stats[0].items() if k in request.meta_info}
     assert mine == request.meta_info

@@ -53,7 +53,7 @@ def test_an_unlisted_skip_fails_the_session(session):
     assert "test_fails_as_expected" not in output
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.exhaustive)])
 def test_a_listed_skip_passes(session, workers):
     allowed = "test_it.py::test_skips* | no torch*  # comment\n"
     status, output = session(allowed, "--check-skips", "-n", workers)

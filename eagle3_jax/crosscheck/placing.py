@@ -1,5 +1,6 @@
 """The programs that place tokens in their distributions, one for all parameters."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,6 +17,8 @@ from eagle3_jax.targets.base import Target
 
 EVERYTHING = SamplingPlan(GREEDY, True, True, True, True, True)
 """All processors are compiled in and the numbers say which are at rest: one program for all."""
+NO_TOP_P = 2.0
+"""A sum that rounding never reaches."""
 
 
 def acceptance_by_rule(p: jax.Array, q: jax.Array) -> dict[str, jax.Array]:
@@ -62,13 +65,14 @@ def placed(
     lift: jax.Array,  # []
     proposals: tuple[jax.Array, jax.Array] | None,  # draft logits [R, W], target ids [W]
     counted: tuple[jax.Array, ...],  # [R] bool; [R, k] and [R, k] ids, V for none
+    joint: jax.Array | None,  # [R] bool: top-p of the whole distribution
 ) -> list[jax.Array]:
     """The fields of `Placed`, [R / CHUNK, CHUNK, ...] each."""
     target: Target = structure.build(leaves)
     V, row = target.config.vocab_size, jnp.arange(CHUNK, dtype=jnp.int32)
 
     def chunk(before: jax.Array, part: tuple[Any, ...]):
-        x, given, fresh, asked, drafted, kept, left_out, also = part
+        x, given, fresh, asked, drafted, kept, left_out, also, whole = part
         request = jnp.cumsum(fresh.astype(jnp.int32))  # 0: the one of the chunk before
         which = jax.nn.one_hot(jnp.where(kept, given, V), V, dtype=before.dtype)
         same = request[:, None] == request[None, :]
@@ -81,6 +85,8 @@ def placed(
         z = adjust(target.logits(x)[None], counts[None].astype(jnp.int32), EVERYTHING, values)[0]
         z = z.at[row, given].add(lift)
         p = probabilities(z[None], EVERYTHING, values)[0]
+        if whole is not None:
+            p = jnp.where(whole[:, None], _joint(z, values), p)
         return after, [*_judged(z, p, given, asked, values), *_proposed(p, drafted, V, values)]
 
     def parts(x: jax.Array) -> jax.Array:
@@ -93,8 +99,21 @@ def placed(
         parts(listed),
         None if proposals is None else (parts(proposals[0]), _each(proposals[1], states)),
         *map(parts, counted),
+        None if joint is None else parts(joint),
     )
     return lax.scan(chunk, jnp.zeros((V,), jnp.float32), chunks)[1]
+
+
+def _joint(z: jax.Array, values: SamplingValues) -> jax.Array:
+    """[P, V] with top-p taken of the whole distribution beside top-k, not of what top-k left."""
+
+    def only(**rest: jax.Array) -> jax.Array:
+        return probabilities(z[None], EVERYTHING, dataclasses.replace(values, **rest))[0]
+
+    cut = only(top_p=jnp.full_like(values.top_p, NO_TOP_P))
+    kept = only(top_k=jnp.full_like(values.top_k, z.shape[1]), min_p=jnp.zeros_like(values.min_p))
+    cut = jnp.where(kept > 0, cut, 0)
+    return cut / jnp.sum(cut, axis=-1, keepdims=True)
 
 
 def _each(ids: jax.Array, states: jax.Array) -> jax.Array:

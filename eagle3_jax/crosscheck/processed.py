@@ -12,14 +12,11 @@ import numpy as np
 from eagle3_jax.config import SamplingConfig
 from eagle3_jax.crosscheck.draft_pass import draft_pass
 from eagle3_jax.crosscheck.ours import CHUNK, Ours, Taught
-from eagle3_jax.crosscheck.placing import placed, states_of
+from eagle3_jax.crosscheck.placing import NO_TOP_P, placed, states_of
 from eagle3_jax.crosscheck.types import EngineRequest
 from eagle3_jax.modules import take_apart
 from eagle3_jax.precision import accum_dtype
 from eagle3_jax.sampling import SamplingValues
-
-NO_TOP_P = 2.0
-"""A sum that rounding never reaches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +53,8 @@ class Texts:
 
     Attributes:
       owner, index: [R] request and output place of each row. first: [R] where a request begins.
+      joint: [R] the tokens of SGLang's plain sampler, which takes top-p of the whole distribution
+        and not of what top-k left (`layers/sampler.py`, filter_apply_order "joint"); None for none.
       states: [R, E] of the target before each token. draft_logits: [R, W] of the draft for the
         first token of a round that begins there; rows of index 0 mean nothing. None without draft.
     """
@@ -68,6 +67,7 @@ class Texts:
     first: np.ndarray
     listed: np.ndarray
     draft_logits: np.ndarray | None = None
+    joint: np.ndarray | None = None
 
 
 def texts_of(
@@ -167,6 +167,7 @@ def place(
         jnp.asarray(lift, dtype),
         proposals,
         _counted(texts, counted, vocab_size),
+        None if texts.joint is None else _filled(texts.joint, len(texts.tokens)),
     )
     found = [np.concatenate(np.asarray(x))[: texts.rows] for x in found]
     return Placed(*found)

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -214,17 +216,21 @@ def _closed(request: EngineRequest, rounds: list[DumpedRound]) -> list[DumpedRou
 
 def _tensors(path: Path) -> EngineRun:
     """Named tensors in forward order, of one position or pass."""
+    tensors: dict[str, Any] = {}
     try:
+        if not is_zipfile(path):
+            raise BadZipFile("no .npz archive, or not all of it")
         with np.load(path, allow_pickle=False) as file:
             tensors = {f"raw.{name}": file[name] for name in file.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error, NotImplementedError) as error:
         raise CrosscheckError(f"{path}: cannot be read as .npz: {error}") from None
     if not tensors:
         raise CrosscheckError(f"{path}: no tensors in it")
     for name, value in tensors.items():
-        if value.dtype.kind not in "biufV":
+        kind = value.dtype if isinstance(value, np.ndarray) else "no array"
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufV":
             shown = name.removeprefix("raw.")
-            raise CrosscheckError(f"{path}: {shown} is {value.dtype}, expected numbers")
+            raise CrosscheckError(f"{path}: {shown} is {kind}, expected numbers")
     request = EngineRequest("tensors", [], [], rounds=[DumpedRound(0, 0, tensors=tensors)])
     return EngineRun(str(path), Settings(engine="tensors"), [request])
 

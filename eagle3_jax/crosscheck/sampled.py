@@ -37,6 +37,7 @@ from eagle3_jax.crosscheck.sampled_requests import (
     NO_EFFECT,
     NOT_COMPUTED,
     is_sampled,
+    joint_rows,
     sampling_config,
     undecidable,
 )
@@ -92,6 +93,8 @@ class Sampled:
             except ConfigError as error:
                 raise CrosscheckError(f"{run.source}: {error}") from None
             texts = texts_of(ours, numbers, requests, taught, [listed_ids(r) for r in requests])
+            joint = joint_rows(config, run, requests, texts)
+            texts = dataclasses.replace(texts, joint=joint)
             group = Group(config, texts, place(ours, texts, config, drafts=ours.draft is not None))
             self.groups.append(group)
             for i in numbers:

@@ -1,13 +1,16 @@
 """The sampling parameters of an engine's requests, and which of them give a known distribution."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax.config import ConfigError, SamplingConfig
-from eagle3_jax.crosscheck.sampled_causes import AT_REST
-from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest
+import numpy as np
 
-LEAST = 1e-6
-"""A temperature below is greedy (SGLang `sampling_params._SAMPLING_EPS`)."""
+from eagle3_jax.config import ConfigError, SamplingConfig
+from eagle3_jax.crosscheck.processed import Texts
+from eagle3_jax.crosscheck.sampled_causes import AT_REST
+from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
+from eagle3_jax.sampling_config import LEAST_TEMPERATURE
+
 NO_EFFECT = {
     *("temperature", "max_new_tokens", "max_tokens", "max_completion_tokens", "ignore_eos", "n"),
     *("stop", "stop_token_ids", "stop_regex", "skip_special_tokens", "no_stop_trim", "seed"),
@@ -31,7 +34,7 @@ def sampling_config(request: EngineRequest) -> SamplingConfig:
     given = {k: v for k, v in (request.sampling or {}).items() if v is not None}
     found: dict[str, Any] = {name: given[name] for name in AT_REST if name in given}
     temperature = request.temperature if request.temperature is not None else 1.0
-    if temperature < LEAST:
+    if temperature < LEAST_TEMPERATURE:
         found["top_k"], temperature = 1, 1.0
     try:
         return SamplingConfig(temperature, **found)
@@ -41,7 +44,7 @@ def sampling_config(request: EngineRequest) -> SamplingConfig:
 
 def is_sampled(request: EngineRequest) -> bool:
     """At a temperature, or greedy on logits that penalties or a bias change."""
-    if request.temperature is None or request.temperature >= LEAST:
+    if request.temperature is None or request.temperature >= LEAST_TEMPERATURE:
         return bool(request.temperature)
     config = sampling_config(request)
     return config.penalises or bool(config.logit_bias)
@@ -61,3 +64,21 @@ def undecidable(request: EngineRequest, engine: str) -> str | None:
         if config.min_p and (config.top_k is not None or config.top_p < 1):
             return "vLLM applies min_p before top_k and top_p"
     return None
+
+
+def joint_rows(
+    config: SamplingConfig, run: EngineRun, requests: Sequence[EngineRequest], texts: Texts
+) -> np.ndarray | None:
+    """[R] the tokens that SGLang's plain sampler drew with top-k and top-p at once; None none.
+
+    Its verification, and with min-p its CUDA kernels, cut one after the other.
+    """
+    both = config.top_k not in (None, 1) and config.top_p < 1
+    kernels = run.settings.other.get("sampling_backend") != "pytorch"
+    if run.settings.engine != "sglang" or not both or (config.min_p and kernels):
+        return None
+    verifies = [
+        run.settings.tree is not None or bool(r.rounds) or "spec_verify_ct" in r.stats
+        for r in requests
+    ]
+    return (texts.index == 0) | ~np.asarray(verifies)[texts.owner]

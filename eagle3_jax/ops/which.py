@@ -1,6 +1,8 @@
 """Which of an operation's programs runs: the kernel, the kernel interpreted, or plain XLA."""
 
 import contextlib
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -46,6 +48,18 @@ def chosen(implementation: Implementation | None = None) -> Implementation | Non
     return _chosen.value if implementation is None else checked(implementation)
 
 
+@functools.cache
+def _cuda_is_possible() -> bool:
+    """Whether this installation can compile for CUDA at all: a GPU, or jax's plugin for one.
+
+    Where it cannot, the kernels would be traced for nothing, which takes as long as the rest of a
+    round. A program lowered for another machine all the same asks for them by `use_attention`.
+    """
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    installed = any(importlib.util.find_spec(name) is not None for name in plugins)
+    return installed or jax.default_backend() == "gpu"
+
+
 def run(
     plain: Callable,
     kernel: Callable,
@@ -57,10 +71,11 @@ def run(
     """One of two functions of `arrays`; of None, the kernel in programs for CUDA.
 
     Args:
-      kernel: takes `interpret` besides. takes: whether the kernel computes these arrays at all.
+      kernel: takes `interpret` besides.
+      takes: whether the kernel computes these arrays at all.
     """
     which = chosen(implementation)
-    if which == "xla" or not takes:
+    if which == "xla" or not takes or (which is None and not _cuda_is_possible()):
         return plain(*arrays)
     if which is None:
 

@@ -138,7 +138,8 @@ class BinReplay:
             axes = np.zeros((3, C), np.int32)
             axes[:, :n] = self.rows.farthest[slots] + ahead
             axes = jnp.asarray(axes)
-        return Span(*jnp.asarray(padded), axes)
+        positions, low, high = jnp.asarray(padded)
+        return Span(positions, low, high, axes)
 
     def level0(self, slots: np.ndarray, topk: int) -> np.ndarray:
         """Whether the true token is among the topk best after each row."""

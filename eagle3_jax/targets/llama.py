@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from eagle3_jax.cache import KVCache
 from eagle3_jax.config import Boundary, TargetConfig
 from eagle3_jax.draft import Shared
 from eagle3_jax.layers import MLP, Attention, RMSNorm, Rows, Table
-from eagle3_jax.modules import Folder
+from eagle3_jax.modules import Folder, Structure, take_apart
 from eagle3_jax.precision import matmul
 from eagle3_jax.rope import rotations
 
@@ -89,6 +90,22 @@ class LlamaBlock(nnx.Module):
         return a + self.mlp(self.norm_post(a)), cache
 
 
+@partial(jax.jit, static_argnums=0)
+def _run_block(
+    structure: Structure,
+    leaves: tuple[jax.Array, ...],
+    x: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    rows: Rows,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """A block by its arrays, on its own cache: blocks of one structure are traced once.
+
+    XLA inlines the calls. Tracing and lowering a round of 30 layers takes half as long.
+    """
+    return structure.build(leaves)(x, rotation, rows, cache, 0)
+
+
 class LlamaTarget(nnx.Module):
     """A model of one of `families.FAMILIES`, with every boundary within reach.
 
@@ -128,11 +145,14 @@ class LlamaTarget(nnx.Module):
         config = self.config
         x = jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip")
         rotation = rotations(config.rope, config.head_dim, rows.positions, x.dtype)
+        cache = cache.place(rows.positions, rows.start)
         captured: dict[Boundary, jax.Array] = {}
         for index, block in enumerate(self.layers):
             if index in boundaries:
                 captured[index] = x
-            x, cache = block(x, rotation, rows, cache, index)
+            leaves, structure = take_apart(block)
+            x, own = _run_block(structure, leaves, x, rotation, rows, cache.layer(index))
+            cache = cache.written(index, own.k[0], own.v[0])
         captured[config.num_layers] = x
         normed = self.norm(x)
         captured["final_norm"] = normed

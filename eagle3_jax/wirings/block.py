@@ -22,17 +22,20 @@ class Form:
     Attributes:
       layers: what each reads: `"wide"` embedding and state, `"state"` the state alone.
       latent: sizes of latent attention, None for grouped-query attention of `head_dim`.
+      dynamic: whether the rope's base grows with the position.
     """
 
     layers: tuple[Literal["wide", "state"], ...]
     head_dim: int
     latent: LatentSizes | None
+    dynamic: bool = False
 
     @classmethod
     def of(cls, config: DraftConfig) -> "Form":
         """Of a draft."""
         kinds = ["wide" if config.is_wide(i) else "state" for i in range(config.num_layers)]
-        return cls(tuple(kinds), config.head_dim, config.latent)  # type: ignore[arg-type]
+        dynamic = config.rope.kind == "dynamic"
+        return cls(tuple(kinds), config.head_dim, config.latent, dynamic)  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +68,7 @@ class Knobs:
     fed_first: jax.Array  # [] bool: the first layer's state is fed back
     frequency: jax.Array  # [H / 2] of the elements that turn
     amplitude: jax.Array  # [] factor on cos and sin
+    growth: jax.Array  # [2] factor of a dynamic rope, and the length past which its base grows
     scale: jax.Array  # [] of the attention scores
     pairs: jax.Array  # [H] order of a head's elements
     lanes: jax.Array  # [H / 2] what turns a pair: 0 the token's number, 1 .. 3 an axis
@@ -206,10 +210,22 @@ class Run:
         at = place.position[:, None]
         if place.axes is not None:
             at = jnp.concatenate((place.position[None], place.axes))[k.lanes].T
-        angle = (jnp.minimum(at, k.clamp).astype(jnp.float32) * k.frequency[None])[:, None]
+        at = jnp.minimum(at, k.clamp).astype(jnp.float32)
+        frequency = k.frequency[None]
+        if self.form.dynamic:
+            frequency = frequency * self._grown(jnp.max(at, axis=1, keepdims=True))
+        angle = (at * frequency)[:, None]
         first, second = jnp.split(x[..., k.pairs], 2, axis=-1)
         cos, sin = jnp.cos(angle) * k.amplitude, jnp.sin(angle) * k.amplitude
         return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+
+    def _grown(self, at: jax.Array) -> jax.Array:
+        """[n, H / 2] what frequencies of rows at positions [n, 1] are multiplied with."""
+        factor, original = self.k.growth
+        raised = factor * jnp.maximum(at + 1.0, original) / original - (factor - 1.0)
+        count = self.k.frequency.shape[0]
+        power = jnp.arange(count, dtype=jnp.float32) * (-2.0 / max(2 * count - 2, 1))
+        return raised ** power[None]
 
 
 def attend(

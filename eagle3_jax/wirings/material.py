@@ -262,6 +262,7 @@ class Material:
         numbers = {
             "frequency": inverse_frequencies(rope, turning),
             "amplitude": rope.amplitude,
+            "growth": self._growth(rope),
             "scale": self.config.head_dim**-0.5 * self._sharpness(rope),
         }
         return (
@@ -274,6 +275,10 @@ class Material:
         if wiring.window == "as configured":
             return self.config.windows
         return (wiring.window,) * self.config.num_layers  # type: ignore[return-value]
+
+    def _growth(self, rope: RopeConfig) -> tuple[float, float]:
+        dynamic = rope.kind == "dynamic"
+        return (rope.factor, rope.original_max_position_embeddings) if dynamic else (1.0, 1e30)
 
     def _sharpness(self, rope: RopeConfig) -> float:
         return 1.0 if self.config.latent is None else rope.latent_sharpness

@@ -18,10 +18,6 @@ def not_tried(material: Material, base: Wiring) -> list[str]:
         )
     if base.window == "as configured":
         found.append("windows layer by layer: one for all layers is tried")
-    if base.rope.kind == "dynamic":
-        found.append(
-            "a base that grows with the position: scored with the one within the original length"
-        )
     if material.pack.axes is None and base.rope.mrope_section:
         found.append("axes of the rope: the record has no positions on three axes")
     return found

@@ -92,9 +92,15 @@ def beside_engine(
     if not pack.pinned:
         return own, accepted(search, wiring, tree, own), []
     chains = [pack.chains[i] for i in search.many.chains]
-    tried = dict.fromkeys((own, *DRAFT_ATTENTIONS) if tree.num_steps > 2 else (own,))
-    counts = {name: accepted(search, wiring, tree, name) for name in tried}
-    found = {name: engine.compare_counts("refresh", chains, a) for name, a in counts.items()}
+    tried: list[DraftAttention] = [own]
+    if tree.num_steps > 2:
+        tried.extend(name for name in DRAFT_ATTENTIONS if name != own)
+    counts: dict[DraftAttention, np.ndarray] = {
+        name: accepted(search, wiring, tree, name) for name in tried
+    }
+    found: dict[DraftAttention, engine.Agreement] = {
+        name: engine.compare_counts("refresh", chains, a) for name, a in counts.items()
+    }
     best = min(found, key=lambda name: found[name].different)
     return best, counts[best], [found[best]]
 
