@@ -36,7 +36,7 @@ def mistakes(module: str, **of_check: dict[str, tuple[str, ...]]) -> list[Mistak
 
 EARLY = "    if plan.top_k:\n"
 TOP_P = """    if plan.top_p:
-        best = _only(best, jnp.cumsum(best, axis=-1) - best < values.top_p, sums)
+        best = _only(best, _running(best) - best < values.top_p, sums)
 """
 MIN_P = """    if plan.min_p:
         best = _only(best, best >= values.min_p * best[..., :1], sums)
@@ -215,8 +215,8 @@ MISTAKES = [
             "min-p before top-k": (EARLY, MIN_P + EARLY),
             "min-p of the whole": ("values.min_p * best[..., :1]", "values.min_p"),
             "one too few of top-p": (
-                "jnp.cumsum(best, axis=-1) - best < values.top_p",
-                "jnp.cumsum(best, axis=-1) < values.top_p",
+                "_running(best) - best < values.top_p",
+                "_running(best) < values.top_p",
             ),
             "sorted and left so": (
                 "    for total in sums:",
@@ -245,8 +245,8 @@ MISTAKES = [
         },
         cuts={
             "the higher id of equal ones": (
-                "earlier = jnp.cumsum(equal, axis=-1, dtype=jnp.int32)",
-                "earlier = jnp.cumsum(equal[..., ::-1], axis=-1, dtype=jnp.int32)[..., ::-1]",
+                "earlier = _running(equal.astype(jnp.int32))",
+                "earlier = _running(equal[..., ::-1].astype(jnp.int32))[..., ::-1]",
             ),
             "all of equal ones": ("equal & (earlier <= room)", "equal"),
             "none of equal ones": ("equal & (earlier <= room)", "equal & (earlier < room)"),
