@@ -70,7 +70,8 @@ class SamplingConfig:
             object.__setattr__(self, name, value)
 
         put("temperature", _number("temperature", temperature, 0.0, math.inf))
-        put("top_k", None if top_k in (None, -1) else _whole("top_k", top_k, 1))
+        whole = isinstance(top_k, numbers.Integral) and top_k == -1  # SGLang's word for all
+        put("top_k", None if top_k is None or whole else _whole("top_k", top_k, 1))
         put("top_p", _number("top_p", top_p, 0.0, 1.0, above=True))
         put("min_p", _number("min_p", min_p, 0.0, 1.0))
         put(

@@ -396,7 +396,7 @@ def test_an_address_that_is_none():
 
 VERDICTS = {
     None: ("equal", 0, "4 requests, 96 tokens"),
-    "token_swapped": ("target differs", 1, "token 6"),
+    "token_swapped": ("acceptance differs", 1, "output token 6"),
     "aux_one_early": ("draft differs", 1, "one layer early"),
 }
 

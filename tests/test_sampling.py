@@ -281,7 +281,7 @@ BAD = [
     ({"frequency_penalty": 3}, "frequency_penalty is 3"),
     ({"logit_bias": {-1: 2}}, "token id is -1"),
     ({"logit_bias": {1: float("inf")}}, "logit_bias of token 1 is inf"),
-    ({"logit_bias": {1: -1e31}}, "logit_bias of token 1 is -1e+31"),
+    ({"logit_bias": {1: -1e31}}, r"logit_bias of token 1 is -1e\+31"),
     ({"logit_bias": [(1, 2), (1, 3)]}, "token 1 twice"),
     ({"logit_bias": 4}, "logit_bias is 4"),
     ({"seed": -1}, "seed is -1"),
