@@ -1,5 +1,8 @@
 """Reported faults in sizes, norms and RoPE, each as a small draft."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import toy_drafts as toy
@@ -207,4 +210,5 @@ def test_llama3_scaling_is_kept(command, tmp_path):
         config["rope_scaling"] = scaling | {"original_max_position_embeddings": 32}
 
     rope = command.converted(toy.write(tmp_path / "draft", scaled))["config"]["rope"]
-    assert RopeConfig(**rope) == RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 32)
+    expected = RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 32)
+    assert rope == json.loads(json.dumps(dataclasses.asdict(expected)))
