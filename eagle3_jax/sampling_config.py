@@ -191,7 +191,12 @@ def _number(name: str, value: Any, low: float, high: float, *, above: bool = Fal
     bounds = f"{'(' if above else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{name} is {value!r}, expected a number in {bounds}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ConfigError(
+            f"{name} is too large for a float, expected a number in {bounds}"
+        ) from None
     if not math.isfinite(number) or number < low or number > high or (above and number == low):
         raise ConfigError(f"{name} is {value!r}, expected a number in {bounds}")
     return number

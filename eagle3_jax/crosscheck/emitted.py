@@ -34,3 +34,8 @@ def emitted_of(request: EngineRequest, ours: Sequence[Round], trusted: bool) -> 
     return Emitted(
         tuple((r.index, r.length - start, r.num_correct_drafts) for r in ours if trusted)
     )
+
+
+def rounds_known(request: EngineRequest, emitted: Emitted) -> bool:
+    """Whether every token's round is known; the first one is the prefill's and has none."""
+    return len(request.output) == 1 or bool(emitted.rounds)

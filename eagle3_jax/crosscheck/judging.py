@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.crosscheck import causes, probes
 from eagle3_jax.crosscheck.counts import COUNTED, check_counts, check_totals, rounded_counts
-from eagle3_jax.crosscheck.emitted import emitted_of
 from eagle3_jax.crosscheck.evidence import Evidence, to_target, tree_of
 from eagle3_jax.crosscheck.measuring import measured, settings_of, usable
 from eagle3_jax.crosscheck.noise import Noise
@@ -142,18 +141,13 @@ class Comparison:
         """What the sampled requests show: of their tokens, and of the rule that accepted drafts."""
         if self.sampled.undecidable and said_rule(self.run.settings) != "one_hot":
             self.counted_otherwise.clear()  # drafts were drawn, and from what is not known
-        other = {d.request for d in self.counted_otherwise}
-        emitted = [
-            emitted_of(r, rounds, any(n in r.stats for n in COUNTED) and i not in other)
-            for i, (r, rounds) in enumerate(zip(self.requests, self.rounds, strict=True))
-        ]
-        faults = self.sampled.faults(self.noise, emitted)
+        faults = self.sampled.faults(self.noise)
         for d in faults:
             if d.position is not None:
                 until = min(lines[d.request].equal_until, d.position)
                 lines[d.request] = dataclasses.replace(lines[d.request], equal_until=until)
         chain = self.tree is not None and self.tree.topk == 1
-        groups = self.sampled.groups
+        groups, emitted = self.sampled.groups, self.sampled.emitted
         rule = judge_rule(self.run, self.requests, groups, self.counted_otherwise, emitted, chain)
         self.notes += rule.notes
         self.sampled.said = "; ".join(filter(None, (self.sampled.said, rule.said)))

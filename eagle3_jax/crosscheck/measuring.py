@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from eagle3_jax.comparison import NEAR_TIE
 from eagle3_jax.crosscheck.metrics import distance
 from eagle3_jax.crosscheck.noise import Noise, measure
 from eagle3_jax.crosscheck.ours import Ours, Taught
@@ -40,6 +41,12 @@ def usable(run: EngineRun, vocab_size: int) -> tuple[list[EngineRequest], list[s
     return kept, notes
 
 
+def dtype_of(run: EngineRun, ours: Ours) -> str:
+    """The engine's where bounds for it are known, else ours."""
+    dtype = run.settings.dtype or ours.dtype
+    return dtype if dtype in NEAR_TIE else ours.dtype
+
+
 def measured(
     run: EngineRun,
     requests: Sequence[EngineRequest],
@@ -55,10 +62,9 @@ def measured(
       reference: the same target in another dtype, None for none.
     """
     notes: list[str] = []
-    dtype = run.settings.dtype or ours.dtype
-    if dtype not in ("float64", "float32", "float16", "bfloat16"):
-        notes.append(f"dtype {dtype!r} is unknown here: bounds of {ours.dtype}")
-        dtype = ours.dtype
+    dtype = dtype_of(run, ours)
+    if dtype != (run.settings.dtype or ours.dtype):
+        notes.append(f"dtype {run.settings.dtype!r} is unknown here: bounds of {dtype}")
     logits: list[np.ndarray] = []
     states: list[float] = []
     how = []

@@ -29,23 +29,28 @@ WORDS = {
 def counted_in(
     texts: Texts, requests: Sequence[EngineRequest], emitted: Sequence[Emitted], way: str
 ) -> Counted | None:
-    """What the penalties count in one of `WAYS`; None where rounds are not known."""
+    """What the penalties count in one of `WAYS`; None where a token's round is not known.
+
+    The first token of an output is the prefill's: a request of one token has no round.
+    """
     deepest = max((k for one in emitted for _, _, k in one.rounds), default=0)
     kept = np.ones(texts.rows, bool)
     left_out = np.full((texts.rows, max(deepest, 1)), -1)
     also = np.full((texts.rows, 1), -1)
-    for row, (number, i) in enumerate(zip(texts.owner.tolist(), texts.index.tolist(), strict=True)):
+    begin = np.flatnonzero(texts.index == 0)
+    for first, number in zip(begin.tolist(), texts.owner[begin].tolist(), strict=True):
         rounds, output = emitted[number].rounds, requests[number].output
-        if not rounds:
+        n = len(output)
+        if n > 1 and not rounds:
             return None
+        roots = {i: at for _, at, k in rounds for i in range(at + 1, min(at + k + 2, n))}
         if way != START:
-            kept[row] = any(at == i for _, at, _ in rounds)
-        root = next((at for _, at, k in rounds if at < i <= at + k + 1), None)
-        if root is None:  # the prompt's own token, which no penalty is for
-            continue
-        if way == START:
-            left_out[row, : i - root - 1] = output[root + 1 : i]
-        elif way == LATE:
-            left_out[row, 0] = output[root]
-            also[row, 0] = requests[number].prompt[-1]
+            kept[first : first + n] = False
+            kept[[first + at for _, at, _ in rounds if at < n]] = True
+        for i, root in roots.items():
+            if way == START:
+                left_out[first + i, : i - root - 1] = output[root + 1 : i]
+            elif way == LATE:
+                left_out[first + i, 0] = output[root]
+                also[first + i, 0] = requests[number].prompt[-1]
     return Counted(kept, left_out, also)

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import ConfigError, SamplingConfig
-from eagle3_jax.crosscheck.emitted import Emitted, emitted_of
+from eagle3_jax.crosscheck.conventions import (
+    AFTER,
+    BEFORE,
+    convention,
+    counted_logprobs,
+    reported,
+)
+from eagle3_jax.crosscheck.emitted import emitted_of, rounds_known
 from eagle3_jax.crosscheck.goodness import (
     FEW,
     REJECT,
@@ -21,11 +28,12 @@ from eagle3_jax.crosscheck.goodness import (
     places,
     uniform_p_value,
 )
+from eagle3_jax.crosscheck.measuring import dtype_of
 from eagle3_jax.crosscheck.noise import Noise
 from eagle3_jax.crosscheck.ours import Ours, Taught
-from eagle3_jax.crosscheck.processed import Placed, place, texts_of
+from eagle3_jax.crosscheck.processed import place, texts_of
 from eagle3_jax.crosscheck.result import Divergence
-from eagle3_jax.crosscheck.round_penalties import CODE, WAYS, WORDS, counted_in
+from eagle3_jax.crosscheck.round_penalties import CODE, WAYS, WORDS
 from eagle3_jax.crosscheck.sampled_causes import (
     AT_REST,
     Causes,
@@ -41,6 +49,7 @@ from eagle3_jax.crosscheck.sampled_requests import (
     sampling_config,
     undecidable,
 )
+from eagle3_jax.crosscheck.sampled_rule import rounds_trusted
 from eagle3_jax.crosscheck.tokens import listed_ids
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 from eagle3_jax.sampling import check_bias
@@ -55,8 +64,9 @@ class Sampled:
     Attributes:
       undecidable: number of a request -> why its distribution is not known.
       notes: what was assumed. said: what is worth saying of a run that is equal.
-      walked: our rounds on each text. counting: number of a request -> what its penalties count by
-        its logprobs, where that is not every token of the output.
+      walked: the engine's rounds on each text, ours where they are not known. emitted: none there.
+      counting: number of a request -> what its penalties count by its logprobs, where that is not
+        every token of the output.
     """
 
     def __init__(
@@ -68,8 +78,12 @@ class Sampled:
         rounds: Sequence[Sequence[Round]] = (),
     ):
         self.run, self.requests, self.ours = run, requests, ours
-        ours_ = rounds or [()] * len(requests)
-        self.walked = [emitted_of(r, x, True) for r, x in zip(requests, ours_, strict=True)]
+        walked = list(zip(requests, rounds or [()] * len(requests), strict=True))
+        self.walked = [emitted_of(request, own, True) for request, own in walked]
+        self.emitted = [
+            emitted_of(request, own, rounds_trusted(i, request, own, ours.tree))
+            for i, (request, own) in enumerate(walked)
+        ]
         self.counting: dict[int, str] = {}
         self.undecidable: dict[int, str] = {}
         self.notes: list[str] = []
@@ -97,8 +111,7 @@ class Sampled:
             texts = dataclasses.replace(texts, joint=joint)
             group = Group(config, texts, place(ours, texts, config, drafts=ours.draft is not None))
             self.groups.append(group)
-            for i in numbers:
-                self._taught[i] = self._by_convention(i, group, taught[i])
+            self._taught |= self._by_convention(numbers, group, taught)
 
     def __contains__(self, number: int) -> bool:
         return number in self._taught or number in self.undecidable
@@ -115,21 +128,24 @@ class Sampled:
         """The target on the text, its logprobs as the engine reports them; None undecidable."""
         return self._taught.get(number)
 
-    def faults(self, noise: Noise, emitted: Sequence[Emitted]) -> list[Divergence]:
+    def faults(self, noise: Noise) -> list[Divergence]:
         """Forbidden tokens; without any, a text that does not follow the target."""
         if not self.groups:
             return []
-        causes = Causes(self.ours, self.groups, self.run.settings, noise, self.requests, emitted)
-        found = [d for g in self.groups for d in self._forbidden(g, noise, emitted, causes)]
+        causes = Causes(
+            self.ours, self.groups, self.run.settings, noise, self.requests, self.emitted
+        )
+        found = [d for g in self.groups for d in self._forbidden(g, noise, causes)]
         if found:
             code, cause = causes.forbidden(found, self.tokens)
             return [dataclasses.replace(d, code=code, cause=cause) for d in found]
-        counted = self._counted_otherwise(causes.counting_by_likelihood())
+        surprising, ways = causes.counting_by_likelihood()
+        counted = self._counted_otherwise(ways)
         if counted is not None:
             return [counted]
         chance = self._p_value()
         greedy = causes.greedy()
-        if chance >= REJECT and greedy is None:
+        if chance >= REJECT and greedy is None and not surprising:
             weak = ", too few to tell much" if self.tokens < FEW else ""
             self.said = (
                 f"{self.tokens} sampled tokens, all allowed, distribution consistent (p = "
@@ -152,10 +168,11 @@ class Sampled:
             )
         ]
 
-    def _counted_otherwise(self, by_text: str | None) -> Divergence | None:
+    def _counted_otherwise(self, by_text: Sequence[str]) -> Divergence | None:
         """Every token is allowed, but logprobs or the text show other penalties."""
-        number, way = next(iter(self.counting.items()), (0, by_text))
-        if way is None:
+        number = next(iter(self.counting), 0)
+        ways = [self.counting[number]] if self.counting else by_text
+        if not ways:
             return None
         logged = number in self.counting
         what = f"the logprobs of {len(self.counting)} requests are" if logged else "the text is"
@@ -165,7 +182,7 @@ class Sampled:
             tensor="output_logprobs" if logged else "output_ids",
             detail=f"{what} of other penalties",
             code=CODE,
-            cause=WORDS[way],
+            cause=" or ".join(WORDS[way] for way in ways),
             order=(10**5, 0),
         )
 
@@ -187,9 +204,7 @@ class Sampled:
         found = sorted({g.config.temperature for g in self.groups})
         return f"temperature{'s' if len(found) > 1 else ''} {', '.join(f'{t:g}' for t in found)}"
 
-    def _forbidden(
-        self, group: Group, noise: Noise, emitted: Sequence[Emitted], causes: Causes
-    ) -> list[Divergence]:
+    def _forbidden(self, group: Group, noise: Noise, causes: Causes) -> list[Divergence]:
         config, texts = group.config, group.texts
         lifted = place(self.ours, texts, config, lift=2 * noise.logit)
         group.forbidden = ~(lifted.p >= TINY)
@@ -198,8 +213,9 @@ class Sampled:
         free = {n: place(self.ours, texts, without(config, (n,))) for n in group.active}
         group.likelihoods = {n: log_likelihood(p.p) for n, p in free.items()}
         for way in WAYS if config.penalises else ():
-            placed = causes.counting(group, way, 2 * noise.logit)
-            if placed is not None and (placed.p >= TINY).all():
+            lifted = causes.counting(group, way, 2 * noise.logit)
+            placed = causes.counting(group, way)
+            if lifted is not None and placed is not None and (lifted.p >= TINY).all():
                 group.relaxed[way] = placed
         order = sorted(free, key=lambda n: -group.likelihoods[n])
         free["all processors"] = place(self.ours, texts, without(config, group.active))
@@ -208,7 +224,7 @@ class Sampled:
             number, i = int(texts.owner[row]), int(texts.index[row])
             token = self.requests[number].output[i]
             by = [n for n in (*order, "all processors") if free[n].p[row] >= TINY]
-            index = emitted[number].round_of(i)
+            index = self.emitted[number].round_of(i)
             common: dict[str, Any] = {
                 "kind": "acceptance differs" if by else "target differs",
                 "request": number,
@@ -247,37 +263,40 @@ class Sampled:
                 f"{', '.join(sorted(names))}"
             )
 
-    def _by_convention(self, number: int, group: Group, taught: Taught) -> Taught:
+    def _by_convention(
+        self, numbers: Sequence[int], group: Group, taught: Sequence[Taught]
+    ) -> dict[int, Taught]:
         """SGLang returns logprobs after penalties, bias and temperature; others before them.
 
-        After penalties they show what those count, too.
+        After penalties they show what those count, too (conventions.py).
         """
-        rows = group.texts.owner == number
-        after = _reported(taught, group.placed, rows)
-        given = self.requests[number].output_logprobs
-        if given is None:
-            return after
-        tried: dict[str, Taught] = {"after": after, "before": taught}
-        for way in WAYS if group.config.penalises else ():
-            counted = counted_in(group.texts, self.requests, self.walked, way)
-            if counted is not None:
-                placed = place(self.ours, group.texts, group.config, counted=counted)
-                tried[way] = _reported(taught, placed, rows)
-        off = {n: np.nanmean(np.abs(given - t.logprobs)) for n, t in tried.items()}
-        nearest = min(tried, key=off.__getitem__)
-        if nearest == "before":
+        logged = [self.requests[i].output_logprobs for i in numbers]
+        lengths = [len(self.requests[i].output) for i in numbers]
+        name = AFTER
+        if any(x is not None for x in logged):
+            sized = zip(logged, lengths, strict=True)
+            given = [np.full(n, np.nan) if x is None else x for x, n in sized]
+            before = np.concatenate([taught[i].logprobs for i in numbers])
+            tried = {AFTER: group.placed.logprobs, BEFORE: before}
+            if group.config.penalises:
+                tried |= counted_logprobs(self.ours, group, self.requests, self.walked)
+            known = [rounds_known(self.requests[i], self.emitted[i]) for i in numbers]
+            dtype = dtype_of(self.run, self.ours)
+            name, sure = convention(np.concatenate(given), tried, np.repeat(known, lengths), dtype)
+            if name in WAYS and sure:
+                shown_by = zip(numbers, logged, known, strict=True)
+                self.counting |= {i: name for i, x, k in shown_by if x is not None and k}
+            elif name in WAYS:
+                self.notes.append(f"too few logprobs to be sure, they fit if {WORDS[name]}")
+        if name == BEFORE:
             self.notes.append("the engine's logprobs are those before temperature and processors")
-        elif nearest != "after":
-            self.counting[number] = nearest
-        return tried[nearest]
-
-
-def _reported(taught: Taught, placed: Placed, rows: np.ndarray) -> Taught:
-    """With the logprobs of these rows."""
-    listed = None
-    if taught.listed is not None:
-        listed = placed.listed[rows][:, : taught.listed.shape[1]]
-    return dataclasses.replace(taught, logprobs=placed.logprobs[rows], listed=listed)
+            return {i: taught[i] for i in numbers}
+        placed = group.counted.get(name, group.placed)
+        found = {}
+        for i, x in zip(numbers, logged, strict=True):
+            of = group.placed if x is None else placed
+            found[i] = reported(taught[i], of, group.texts.owner == i)
+        return found
 
 
 def _value(config: SamplingConfig, name: str) -> str:

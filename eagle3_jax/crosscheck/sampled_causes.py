@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config import SamplingConfig
-from eagle3_jax.crosscheck.emitted import Emitted
+from eagle3_jax.crosscheck.emitted import Emitted, rounds_known
 from eagle3_jax.crosscheck.goodness import (
     FEW,
     REJECT,
@@ -50,8 +50,8 @@ class Group:
 
     Attributes:
       forbidden: [R] rows that no rounding allows. skipped: of such a row, the processors without
-        which it is allowed. relaxed: of each other way to count what penalties are for, under
-        which every row is allowed, all rows (round_penalties.py).
+        which it is allowed. counted: all rows, for each other way to count what penalties are for
+        (round_penalties.py). relaxed: those ways under which every row is allowed.
     """
 
     config: SamplingConfig
@@ -60,6 +60,7 @@ class Group:
     forbidden: np.ndarray | None = None
     skipped: dict[int, set[str]] = dataclasses.field(default_factory=dict)
     likelihoods: dict[str, float] = dataclasses.field(default_factory=dict)
+    counted: dict[str, Placed] = dataclasses.field(default_factory=dict)
     relaxed: dict[str, Placed] = dataclasses.field(default_factory=dict)
 
     @property
@@ -100,6 +101,7 @@ class Causes:
         self.ours, self.groups, self.settings, self.noise = ours, groups, settings, noise
         self.requests, self.emitted = requests, emitted
         self.reported = sum(log_likelihood(g.placed.p) for g in groups)
+        self._found: list[tuple[float, str, str]] = []
 
     def greedy(self) -> tuple[str, str] | None:
         """Every verified token is the target's argmax, which sampling would not give."""
@@ -187,6 +189,10 @@ class Causes:
 
     def _fits(self) -> list[tuple[float, str, str]]:
         """(log-likelihood, code, words), the best first."""
+        self._found = self._found or self._tried()
+        return self._found
+
+    def _tried(self) -> list[tuple[float, str, str]]:
         found: list[tuple[float, str, str]] = [self._temperature(), self._thresholds()]
         active = list(dict.fromkeys(n for g in self.groups for n in g.active))
         tried: list[tuple[str, ...]] = [(name,) for name in active]
@@ -215,30 +221,44 @@ class Causes:
             tried.append(self._entry(placed, TEMPERATURE, words))
         return max(tried)
 
-    def counting_by_likelihood(self) -> str | None:
-        """The way to count penalised tokens that the text shows beyond `REJECT`.
+    def counting_by_likelihood(self) -> tuple[bool, list[str]]:
+        """Whether the text shows another way to count penalised tokens beyond `REJECT`, and which.
 
         Under the right distribution the ratio of another's likelihood to its own exceeds x with a
-        probability of 1/x at most, whatever the number of tokens (Markov).
+        probability of 1/x at most, whatever the number of tokens (Markov). That the parameters'
+        distribution is not the right one does not make a way of `WAYS` it: none is named unless it
+        is also more likely than everything else that is tried.
         """
         fits = {}
         for way in WAYS if any(g.config.penalises for g in self.groups) else ():
             placed = [self.counting(g, way) for g in self.groups]
             if all(p is not None for p in placed):
                 fits[way] = sum(log_likelihood(p.p) for p in placed if p is not None)
-        best = max(fits, key=fits.__getitem__, default=None)
-        if best is None or fits[best] - self.reported < math.log(len(fits) / REJECT):
-            return None
-        return best
+        most = max(fits.values(), default=-math.inf)
+        if not fits or most - self.reported < math.log(len(fits) / REJECT):
+            return False, []
+        if any(value > most - GAIN for value, code, _ in self._fits() if code != COUNTED):
+            return True, []
+        return True, [way for way in WAYS if way in fits and most - fits[way] < GAIN]
 
     def counting(self, group: Group, way: str, lift: float = 0.0) -> Placed | None:
         """All rows with penalties for what `way` counts; None where that is not known."""
         if not group.config.penalises:
             return group.placed
+        if not lift and way in group.counted and self._known(group):
+            return group.counted[way]
         found = counted_in(group.texts, self.requests, self.emitted, way)
         if found is None:
             return None
-        return place(self.ours, group.texts, group.config, lift=lift, counted=found)
+        placed = place(self.ours, group.texts, group.config, lift=lift, counted=found)
+        if not lift:
+            group.counted[way] = placed
+        return placed
+
+    def _known(self, group: Group) -> bool:
+        """Whether the rounds of all its requests are."""
+        numbers = set(group.texts.owner.tolist())
+        return all(rounds_known(self.requests[i], self.emitted[i]) for i in numbers)
 
     def _placed(self, group: Group, config: SamplingConfig) -> Placed:
         return place(self.ours, group.texts, config)

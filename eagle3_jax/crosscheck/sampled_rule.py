@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax.config import TreeConfig
-from eagle3_jax.crosscheck.counts import check_counts
+from eagle3_jax.crosscheck.counts import COUNTED, check_counts
 from eagle3_jax.crosscheck.emitted import Emitted
 from eagle3_jax.crosscheck.goodness import binomial_fits
 from eagle3_jax.crosscheck.result import Divergence
@@ -118,11 +118,12 @@ def _expected(groups: Sequence[Group], emitted: Sequence[Emitted]) -> dict[str, 
     chosen = []
     for g in groups:
         rows = g.texts.index > 0
+        owners = set(g.texts.owner.tolist())
+        begun = {(n, at + 1) for n in owners for _, at, _ in emitted[n].rounds}
         starts = [
-            any(at + 1 == i for _, at, _ in emitted[n].rounds)
-            for n, i in zip(g.texts.owner.tolist(), g.texts.index.tolist(), strict=True)
+            one in begun for one in zip(g.texts.owner.tolist(), g.texts.index.tolist(), strict=True)
         ]
-        known = all(emitted[n].rounds for n in set(g.texts.owner.tolist()))
+        known = all(emitted[n].rounds for n in owners)
         chosen.append(np.asarray(starts) if known else rows)
     means = {}
     for name in RULES:
@@ -150,6 +151,14 @@ def uncut_counts(
         if not check_counts(number, request, [*rounds[:-1], cut], tree):
             return []
     return found
+
+
+def rounds_trusted(
+    number: int, request: EngineRequest, rounds: Sequence[Round], tree: TreeConfig | None
+) -> bool:
+    """Whether our rounds on a sampled text are the engine's: it has counts, and they agree."""
+    counted = tree is not None and any(name in request.stats for name in COUNTED)
+    return counted and not uncut_counts(number, request, rounds, tree)
 
 
 def whole_rounds(request: EngineRequest) -> EngineRequest:

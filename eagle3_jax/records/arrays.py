@@ -13,6 +13,7 @@
 """
 
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,6 +37,12 @@ KEYS = {
     "boundaries",
 }
 
+DAMAGED = (
+    *(ValueError, KeyError, AttributeError, EOFError),
+    *(zipfile.BadZipFile, zlib.error, RuntimeError),
+)
+"""What NumPy and zipfile raise for a file that is cut short or has wrong bytes."""
+
 
 def read_npz(paths: Sequence[Path], described: Described) -> Iterator[RecordSequence]:
     """One sequence a file; a folder's files in the order of their numbers.
@@ -50,7 +57,7 @@ def read_npz(paths: Sequence[Path], described: Described) -> Iterator[RecordSequ
                 arrays = {name: file[name] for name in file.files}
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except (ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        except DAMAGED as error:
             raise RecordError(f"{path}: not a .npz file of plain arrays: {error}") from None
         yield _sequence(path, arrays, described)
 
