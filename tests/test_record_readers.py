@@ -14,6 +14,8 @@ from record_commands import fails, run
 import eagle3_jax as e3
 from eagle3_jax import record
 from eagle3_jax.layers import Rows
+from eagle3_jax.records import arrays
+from eagle3_jax.records.types import RecordError
 from eagle3_jax.wirings.explain import engine_tree
 
 DATA = Path(__file__).parent / "data/records"
@@ -356,3 +358,15 @@ def test_the_flags_of_a_target(tmp_path, capsys, sglang_models):
     assert "found '2,x'" in fails(capsys, *given, "--boundaries", "2,x")
     assert "repeat a boundary" in fails(capsys, *given, "--boundaries", "2,2,4")
     assert "no such folder" in fails(capsys, *given, *three, "--target", tmp_path / "no")
+
+
+@pytest.mark.parametrize("damage", ["empty", "bytes"])
+def test_a_damaged_npz_is_one_error(damage, tmp_path):
+    """NumPy raises EOFError for an empty file, zlib its own error for wrong compressed bytes."""
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, aux=np.random.default_rng(0).random(4096))
+    whole = bytearray(path.read_bytes())
+    whole[100:200] = b"\xff" * 100
+    path.write_bytes(b"" if damage == "empty" else whole)
+    with pytest.raises(RecordError, match=r"a\.npz: not a \.npz file of plain arrays"):
+        next(arrays.read_npz([path], None))  # type: ignore[arg-type]
