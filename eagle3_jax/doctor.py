@@ -77,6 +77,7 @@ class Diagnosis:
     learned: LearnedMap | None = None
     under_tree: UnderTree | None = None
     stated: Wiring | None = None
+    num_layers: int = 1
 
     @property
     def healthy(self) -> bool:
@@ -115,7 +116,8 @@ def diagnose(
     Raises:
       RecordError: nothing to score. ConfigError: the record lacks the configured boundaries, the
         draft needs a matrix of the target's that `shared` does not have, `num_steps` is not the
-        tree's, or topk exceeds the draft's vocabulary.
+        tree's, topk exceeds the draft's vocabulary, or a
+        rope's sections do not share the head.
     """
     check_fits(record, draft.config)
     _check_tree(draft, tree, num_steps)
@@ -129,6 +131,11 @@ def diagnose(
     if any(b not in record.boundaries for b in base.boundaries):
         stated, base = base, _recorded(record, base)
     _check(material, base)
+    ropes = [base.rope, *([target_rope] if target_rope else [])]
+    for rope in ropes:
+        rope.check_sections(draft.config.attention().rotary_dim)
+    if any(rope.kind == "dynamic" for rope in ropes):
+        material.form = dataclasses.replace(material.form, dynamic=True)
 
     def options(one: Wiring) -> list[Wiring]:
         return singles(material, one, num_layers=record.num_layers, target_rope=target_rope)
@@ -149,13 +156,13 @@ def diagnose(
         if drafted is not None and drafted.num_steps == steps:
             best = rival(judge, finalists, drafted, draft, needed)
         winner = judge.candidate(best)
-    agreements, explained, under = [], None, None
+    agreements, explained, under, rejected = [], None, None, None
     if drafted is not None:
         if drafted.num_steps == steps:
             under, agreements = under_tree(search, base, best, drafted, draft)
         if under is not None and under.gain.high < 0:  # chains gain, the trees that are served lose
             under, agreements = under_tree(search, base, base, drafted, draft)
-            best, winner = base, judge.candidate(base)
+            rejected, best, winner = best, base, judge.candidate(base)
         if best == base and stated is None and not changes and wiring is None:
             agreements = explain_tree(packed, record, draft, shared, drafted)
     else:
@@ -168,7 +175,8 @@ def diagnose(
     chance = judge.candidate(shuffled)
     length = under.configured if under is not None else judge.candidate(base).accept_length
     verdict = _verdict(judge, base, best, agreements, length)
-    if verdict == "as_configured" and any(c.z >= needed and c.gain.high > 0 for c in table):
+    likelier = [c for c in table if c.z >= needed and c.gain.high > 0 and c.wiring != rejected]
+    if verdict == "as_configured" and likelier:
         verdict = "undecided"
     if stated is not None:
         if not judge.uses_states(best):
@@ -200,6 +208,7 @@ def diagnose(
         learned=learned,
         under_tree=under,
         stated=stated,
+        num_layers=draft.config.num_layers,
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scripted_draft import Truth
 from scripted_records import Request, make
-from selection import every_other
+from selection import by_default, every_other
 
 from eagle3_jax.aux_ids import AUX_KEY
 from eagle3_jax.config import ConfigError, TreeConfig
@@ -97,7 +97,7 @@ def test_default_formula_was_a_guess():
     assert patch["vllm"]["config"] == {key: [1, 4, 7]}
 
 
-@pytest.mark.parametrize("ids", [(1, 4, 6), (2, 4, 5), (3, 5, 6)])
+@pytest.mark.parametrize("ids", by_default([(1, 4, 6), (2, 4, 5), (3, 5, 6)], lambda i, _: i == 0))
 @pytest.mark.parametrize("step", [0, 1])
 def test_ids_are_boundaries_or_block_outputs(ids, step):
     """E3-002: the same answer whatever the first id is."""
@@ -108,6 +108,7 @@ def test_ids_are_boundaries_or_block_outputs(ids, step):
     assert d.healthy == (step == 0)
 
 
+@pytest.mark.exhaustive
 def test_uniform_shift_is_named():
     """E3-003."""
     s = scripted(Truth(boundaries=(3, 5, 6)))
@@ -117,7 +118,7 @@ def test_uniform_shift_is_named():
     assert d.best.accept_length == pytest.approx(2.5, abs=0.05)
 
 
-@pytest.mark.parametrize("configured", ["checkpoint", "side file"])
+@pytest.mark.parametrize("configured", by_default(["checkpoint", "side file"], lambda i, _: i == 1))
 def test_side_file_of_a_stale_vocabulary(configured):
     """E3-011: the table in the checkpoint is right, another one differs in 60 of 64 rows."""
     s = scripted()
@@ -137,7 +138,7 @@ def test_side_file_of_a_stale_vocabulary(configured):
         assert d.verdict == "not_acceptance"
 
 
-@pytest.mark.parametrize("table", ["ids", "none"])
+@pytest.mark.parametrize("table", by_default(["ids", "none"], lambda i, _: i == 1))
 def test_misread_vocabulary_table(table):
     s = scripted(Truth(table=table))
     d = check_up(s, TRUE)
@@ -183,6 +184,7 @@ def test_theta_in_the_config_is_untrue():
     assert patch["sglang"]["config"] == {"rope_theta": 10000.0}
 
 
+@pytest.mark.exhaustive
 def test_window_shows_only_past_it():
     """E3-045: early rounds are equal for all windows."""
     s = scripted(Truth(window=32))
@@ -254,7 +256,7 @@ def test_draft_of_another_target_is_no_false_cure():
     assert not d.healthy
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", by_default([2, 4], lambda i, _: i == 1))
 def test_rows_left_as_shards(shards):
     """E3-085: row i stands at (i % 4) * 12 + i // 4."""
     s = scripted()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from eagle3_jax.record import RecordError, RecordSequence
+from eagle3_jax.records.positions import placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +84,9 @@ class Rows:
         assert self.axes is not None
         found = self.axes.max(axis=0)
         for part in self.parts:
-            here = slice(part.slot, part.slot + len(part.sequence.tokens) - 1 - part.sequence.first)
-            found[here] = np.maximum.accumulate(found[here])
+            rows = len(part.sequence.tokens) - 1 - part.sequence.first
+            _, largest = placed(part.sequence, part.sequence.first, rows)
+            found[part.slot : part.slot + rows] = largest
         return found
 
     @property
@@ -191,10 +193,8 @@ def _axes(parts: list[Part], positions: np.ndarray) -> np.ndarray | None:
         return None
     axes = np.repeat(positions[None], 3, axis=0)
     for part in parts:
-        own, first = part.sequence.positions, part.sequence.first
-        if own is not None:
-            rows = own.shape[1] - 1 - first
-            axes[:, part.slot : part.slot + rows] = own[:, first : first + rows]
+        rows = len(part.sequence.tokens) - 1 - part.sequence.first
+        axes[:, part.slot : part.slot + rows], _ = placed(part.sequence, part.sequence.first, rows)
     return axes
 
 

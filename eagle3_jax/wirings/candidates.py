@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagle3_jax.config import Boundary, ConfigError, RopeConfig, default_boundaries
+from eagle3_jax.rope import axes as rope_axes
 from eagle3_jax.rope_config import ALTERNATE
 from eagle3_jax.wirings.material import Material
 from eagle3_jax.wirings.wiring import Wiring
@@ -142,11 +143,12 @@ def _layers(material: Material) -> Iterator[tuple[str, Any]]:
 
 
 def _ropes(material: Material, base: RopeConfig, target: RopeConfig | None) -> Iterator[RopeConfig]:
-    if target is not None:
-        yield target
+    axes = {name: getattr(base, name) for name in ("mrope_section", *ALTERNATE)}
+    if target is not None:  # text does not tell axes apart: they stay as configured
+        told = material.pack.axes is not None
+        yield target if told else dataclasses.replace(target.one_axis, **axes)
     for theta in THETAS:
         yield dataclasses.replace(base, theta=theta)
-    axes = {name: getattr(base, name) for name in ("mrope_section", *ALTERNATE)}
     yield RopeConfig(theta=base.theta, **axes)
     if base.kind == "default":
         yield RopeConfig(theta=base.theta, kind="llama3", **LLAMA3, **axes)
@@ -161,6 +163,12 @@ def _ropes(material: Material, base: RopeConfig, target: RopeConfig | None) -> I
             yield dataclasses.replace(
                 base.one_axis, mrope_section=sections, mrope_interleaved=alternate
             )
+    if sum(base.mrope_section) == half:
+        plain = dataclasses.replace(base.one_axis, mrope_section=base.mrope_section)
+        turns = dataclasses.replace(plain, mrope_interleaved=True)
+        glm = dataclasses.replace(plain, mrope_interleaved_glm=True)
+        if (rope_axes(glm, 2 * half) != rope_axes(turns, 2 * half)).any():
+            yield glm
 
 
 def _positions(material: Material) -> Iterator[tuple[str, Any]]:

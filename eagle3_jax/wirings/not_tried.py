@@ -20,4 +20,11 @@ def not_tried(material: Material, base: Wiring) -> list[str]:
         found.append("windows layer by layer: one for all layers is tried")
     if material.pack.axes is None and base.rope.mrope_section:
         found.append("axes of the rope: the record has no positions on three axes")
+    if material.pack.axes is not None and not base.rope.mrope_section:
+        tried = material.config.attention().rotary_dim == 128
+        others = " but Qwen-VL's" if tried else ""
+        found.append(
+            f"sections of a multi-axis rope{others}, GLM's alternation: the config has no "
+            "mrope_section"
+        )
     return found

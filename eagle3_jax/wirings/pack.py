@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax.record import EngineRound, Record, RecordError, RecordSequence
+from eagle3_jax.records.positions import placed
 
 RANKS = (2, 3, 4, 8)
 
@@ -147,12 +148,9 @@ def _axes(pieces: list[Piece]) -> tuple[np.ndarray | None, np.ndarray | None]:
         return None, None
     places, farthest = [], []
     for p in pieces:
-        own = p.sequence.positions
-        if own is None:
-            own = np.repeat(np.arange(p.first + p.length)[None], 3, axis=0)
-        here = slice(p.first, p.first + p.length)
-        places.append(own[:, here])
-        farthest.append(np.maximum.accumulate(own.max(axis=0))[here])
+        own, largest = placed(p.sequence, p.first, p.length)
+        places.append(own)
+        farthest.append(largest)
     return np.concatenate(places, axis=1), np.concatenate(farthest)
 
 

@@ -5,14 +5,20 @@ import json
 from typing import Any
 
 from eagle3_jax.aux_ids import AUX_KEY
-from eagle3_jax.rope_config import KINDS
+from eagle3_jax.config import RopeConfig
+from eagle3_jax.export_rope import rope_keys, scaling_table
+from eagle3_jax.export_rules import FORMS
+from eagle3_jax.findings import Findings
 from eagle3_jax.wirings.wiring import Wiring
 
 SGLANG, VLLM = "sglang", "vllm"
+ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM"}
 
 
-def patches(base: Wiring, best: Wiring) -> dict[str, dict[str, Any]]:
+def patches(base: Wiring, best: Wiring, num_layers: int = 1) -> dict[str, dict[str, Any]]:
     """Engine -> `config` (keys to set) and `notes` (what no key can say), for what differs.
+
+    `num_layers` is the draft's: windows are said layer by layer.
 
     SGLang 0.5.23 reads layer ids from `eagle_config` and means the output of layer k, boundary
     k + 1 (DeepSeek and Kimi targets: only when the first id is 1, else boundary k); vLLM reads the
@@ -25,14 +31,11 @@ def patches(base: Wiring, best: Wiring) -> dict[str, dict[str, Any]]:
     if "boundaries" in changed:
         _boundaries(best, found)
     if "rope" in changed:
-        keys: dict[str, Any] = {"rope_theta": best.rope.theta}
-        if base.rope.kind != best.rope.kind:
-            keys["rope_scaling"] = _scaling(best)
         for engine in found:
-            found[engine]["config"] |= keys
+            _rope(engine, base.rope, best.rope, found[engine])
     if "window" in changed:
         kind = "full_attention" if best.window is None else "sliding_attention"
-        found[VLLM]["config"] |= {"sliding_window": best.window, "layer_types": [kind]}
+        found[VLLM]["config"] |= {"sliding_window": best.window, "layer_types": [kind] * num_layers}
         found[SGLANG]["notes"].append("SGLang's draft has no window")
     if "norm_before_residual" in changed:
         found[VLLM]["config"]["norm_before_residual"] = best.norm_before_residual
@@ -99,13 +102,20 @@ def _boundaries(best: Wiring, found: dict[str, dict[str, Any]]):
     found[SGLANG]["config"]["eagle_config"] = {AUX_KEY: [b - 1 for b in numbers]}
 
 
-def _scaling(best: Wiring) -> dict[str, Any] | None:
-    if best.rope.kind == "default":
-        return None
-    needed, optional = KINDS[best.rope.kind]
-    numbers = dataclasses.asdict(best.rope)
-    said = {key: numbers.get(key) for key in (*needed, *optional)}
-    return {"rope_type": best.rope.kind, **{k: v for k, v in said.items() if v not in (None, 0)}}
+def _rope(engine: str, old: RopeConfig, new: RopeConfig, found: dict[str, Any]):
+    """The base, and `rope_scaling` when anything else of the rope differs; null for none."""
+    found["config"]["rope_theta"] = new.theta
+    if dataclasses.replace(old, theta=new.theta) == new:
+        return
+    plain = new == RopeConfig(new.theta)
+    found["config"]["rope_scaling"] = None if plain else scaling_table(new)
+    name, findings = ENGINE_NAMES[engine], Findings()
+
+    def cannot(field: str, value: Any, reason: str):
+        found["notes"].append(f"{name} cannot run {field} {value}: {reason}")
+
+    rope_keys(new, FORMS[engine], cannot, findings)
+    found["notes"] += [item.message for item in findings.items]
 
 
 def _owner(what: str, owner: str) -> str:

@@ -145,7 +145,7 @@ def as_json(d: Diagnosis, ids: tuple[int, ...] | None = None) -> dict[str, Any]:
         "explained": d.explained,
         "under_tree": None if d.under_tree is None else dataclasses.asdict(d.under_tree),
         "not_tried": d.not_tried,
-        "patch": patch.patches(d.stated or d.configured.wiring, d.best.wiring),
+        "patch": patch.patches(d.stated or d.configured.wiring, d.best.wiring, d.num_layers),
         "overridden_by": patch.overriding(d.best.wiring),
         "undecided": d.undecided,
         "stated_boundaries": None if d.stated is None else list(d.stated.boundaries),
@@ -174,7 +174,7 @@ def lines(d: Diagnosis, ids: tuple[int, ...] | None = None) -> list[str]:
         rows = list(d.learned.rows.items())[:6]
         shown = ", ".join(f"row {row}: id {token}" for row, token in rows)
         found += ["", f"Rows as the text shows them: {shown}, ..."]
-    lines = patch.patches(d.stated or d.configured.wiring, d.best.wiring)
+    lines = patch.patches(d.stated or d.configured.wiring, d.best.wiring, d.num_layers)
     changes = [f"  {name}: {patch.show(p)}" for name, p in lines.items() if any(p.values())]
     if changes and (d.stated is None or d.verdict == "wiring_differs"):
         found += ["", "To serve it so:", *changes]
