@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from eagle3_jax.config import ConfigError, DraftConfig, TargetConfig, TreeConfig
+from eagle3_jax.ops.blockwise import SCORES
 from eagle3_jax.precision import precision
 
 MIB = 2**20
@@ -40,6 +41,11 @@ class Shape:
     slots: int
 
 
+def _scores(heads: int, prompt: int) -> int:
+    """Bytes of float32 scores that exist at once: all of a short prompt's, a block's of a long."""
+    return min(4 * heads * prompt**2, max(4 * SCORES, 4 * heads * 256**2))
+
+
 def need(
     shape: Shape,
     target: TargetConfig,
@@ -53,7 +59,8 @@ def need(
     """An upper estimate of caches and temporaries.
 
     Caches: keys and values of every layer and slot. Temporaries: the larger of prefill (one
-    layer's attention scores four times in float32, its MLP, the captured states) and a round
+    layer's attention scores four times in float32, those of a block where the prompt is long
+    (`blockwise`), its MLP, the captured states) and a round
     (target logits and their copy, draft logits, attention scores, who is whose ancestor; `sampled`:
     counts, probabilities, their order and what is left of them).
     """
@@ -62,7 +69,7 @@ def need(
         c.num_layers * shape.batch * shape.slots * c.cache_width * size for c, size in models
     )
     prefill = max(
-        4 * 4 * shape.batch * c.num_heads * shape.prompt**2
+        4 * _scores(shape.batch * c.num_heads, shape.prompt)
         + 4 * shape.batch * shape.prompt * (3 * c.intermediate_size + 6 * c.hidden_size)
         for c, _ in models
     )

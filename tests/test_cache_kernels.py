@@ -119,3 +119,4 @@ def test_many_layers_take_few_launches(layers, rows, launches):
     text = lowered(jax.jit(KVCache.keep), cache, path, start)
     assert len(re.findall(r"call @_by_kernel", text)) == launches
     assert "dynamic_update_slice" not in text
+    assert "debug_barrier" in text, "a warp may overwrite a row that another has yet to read"

@@ -76,6 +76,24 @@ def test_a_call_that_does_not_fit_is_refused(pair, monkeypatch):
     e3.speculate(target, draft, [[1] * 50] * fitting, max_new_tokens=60, tree=e3.TreeConfig(3))
 
 
+def test_long_prompts_need_no_scores_of_all_against_all():
+    """32k tokens of a Llama-3.1-8B: its MLP's rows are the most there is, some 8 GiB."""
+    config = target_config(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        num_layers=32,
+    )
+    asked = memory.need(memory.Shape(1, 32768, 33000), config, 2, None, 0, None)
+    rows = 4 * 32768 * (3 * 14336 + 6 * 4096)
+    assert rows < asked.temporaries < 1.1 * rows
+    short = memory.need(memory.Shape(1, 256, 512), config, 2, None, 0, None)
+    assert short.temporaries > 4 * 4 * 32 * 256**2
+
+
 def test_free_memory_is_a_number_here():
     free = memory.free_bytes()
     assert free is None or free > memory.MIB

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from eagle3_jax.ops import which
 from eagle3_jax.ops.append import put_rows
 from eagle3_jax.ops.over_mesh import axes_for, over_mesh
-from eagle3_jax.ops.pallas_backend import call, load, store
+from eagle3_jax.ops.pallas_backend import barrier, call, load, store
 
 COLUMNS = 128
 HELD = 65536  # bytes one program holds between its loads and its stores: half its registers
@@ -79,7 +79,7 @@ def _by_kernel(path, start, *buffers, interpret: bool):
     row = pl.BlockSpec((None, path.shape[1]), lambda b, h, c: (b, 0))
     columns = _columns(H)
     return call(
-        _kernel(path.shape[1], columns, len(buffers)),
+        _kernel(path.shape[1], columns, len(buffers), interpret),
         grid=(B, K, H // columns),
         in_specs=[row, pl.BlockSpec((1,), lambda b, h, c: (b,)), *[slots] * len(buffers)],
         out_specs=[slots] * len(buffers),
@@ -91,15 +91,17 @@ def _by_kernel(path, start, *buffers, interpret: bool):
     )(path, start, *buffers)
 
 
-def _kernel(rows: int, columns: int, count: int) -> Callable:
+def _kernel(rows: int, columns: int, count: int, interpret: bool) -> Callable:
     def keep_rows_kernel(path_ref, start_ref, *refs):
         # Past the last row that one again, to the same place: no mask.
         row = jnp.minimum(lax.iota(jnp.int32, _power(rows)), rows - 1)
         column = (pl.program_id(2) * columns + lax.iota(jnp.int32, columns))[None]
         start = start_ref[0]
         at, to = (start + load(path_ref.at[row]))[:, None], (start + row)[:, None]
-        # All are read before any is written: a path's slots overlap the front.
+        # All warps have read before any writes: a path's slots overlap the front.
         held = [load(ref.at[at, column]) for ref in refs[:count]]
+        if not interpret:
+            barrier()
         for ref, x in zip(refs[count:], held, strict=True):
             store(ref.at[to, column], x)
 

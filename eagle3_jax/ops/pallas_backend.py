@@ -14,6 +14,8 @@ from jax.experimental.pallas import triton as pltriton
 
 load = pltriton.load
 store = pltriton.store
+barrier = pltriton.debug_barrier
+"""All warps of a program wait for each other. Compiled programs only: interpreted ones have one."""
 
 
 def call(
