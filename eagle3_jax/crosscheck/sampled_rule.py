@@ -157,8 +157,9 @@ def rounds_trusted(
     number: int, request: EngineRequest, rounds: Sequence[Round], tree: TreeConfig | None
 ) -> bool:
     """Whether our rounds on a sampled text are the engine's: it has counts, and they agree."""
-    counted = tree is not None and any(name in request.stats for name in COUNTED)
-    return counted and not uncut_counts(number, request, rounds, tree)
+    if tree is None or not any(name in request.stats for name in COUNTED):
+        return False
+    return not uncut_counts(number, request, rounds, tree)
 
 
 def whole_rounds(request: EngineRequest) -> EngineRequest:
