@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from eagle3_jax.ops import which
+from eagle3_jax.ops.kernel_plan import power
 from eagle3_jax.ops.norm import rms_norm
 from eagle3_jax.ops.over_mesh import axes_for, over_mesh
 from eagle3_jax.ops.pallas_backend import call, load, store
@@ -126,7 +127,7 @@ def _append(grouped, cos, sin, norms, k, v, start, *, eps: float, interpret: boo
 
 def _kernel(G: int, H: int, normed: bool, eps: float) -> Callable:
     half = H // 2
-    column = _power(half)
+    column = power(half)
 
     def append_rows_kernel(x_ref, cos_ref, sin_ref, *refs):
         *weights, _, _, start_ref, q_ref, k_ref, v_ref = refs
@@ -148,7 +149,7 @@ def _kernel(G: int, H: int, normed: bool, eps: float) -> Callable:
             c, s = cos[None], sin[None]
             return (first * c - second * s, second * c + first * s), mask
 
-        query = lax.iota(jnp.int32, _power(G))
+        query = lax.iota(jnp.int32, power(G))
         halves, mask = turned(query, query < G, weights[0] if normed else None)
         for x, start in zip(halves, (0, half), strict=True):
             out = q_ref.at[query[:, None], low[None] + start]
@@ -159,7 +160,7 @@ def _kernel(G: int, H: int, normed: bool, eps: float) -> Callable:
         for x, start in zip(halves, (0, half), strict=True):
             out = k_ref.at[(alone + slot)[:, None], low[None] + start]
             store(out, x.astype(k_ref.dtype), mask=mask)
-        whole = lax.iota(jnp.int32, _power(H))
+        whole = lax.iota(jnp.int32, power(H))
         value = load(x_ref.at[G + 1, whole], mask=whole < H, other=0.0)
         store(v_ref.at[slot, whole], value, mask=whole < H)
 
@@ -179,8 +180,3 @@ def _normed(
     total = sum(jnp.sum(x * x, axis=1) for x in wide)
     scale = lax.rsqrt(total * (1.0 / width) + eps)[:, None]
     return [(x * scale).astype(dtype) * weight for x, weight in zip(wide, weights, strict=True)]
-
-
-def _power(n: int) -> int:
-    """The next power of two, as Triton's tiles are."""
-    return 1 << (n - 1).bit_length()

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from eagle3_jax.ops import which
 from eagle3_jax.ops.append import put_rows
+from eagle3_jax.ops.kernel_plan import power
 from eagle3_jax.ops.over_mesh import axes_for, over_mesh
 from eagle3_jax.ops.pallas_backend import barrier, call, load, store
 
@@ -34,7 +35,7 @@ def keep_rows(
         alike = [i for i, x in enumerate(buffers) if (x.shape, x.dtype) == (shape, dtype)]
         if 0 in shape:
             continue
-        tile = _power(path.shape[1]) * _columns(shape[-1]) * dtype.itemsize
+        tile = power(path.shape[1]) * _columns(shape[-1]) * dtype.itemsize
         most = max(1, min(MOST, HELD // tile))
         for first in range(0, len(alike), most):
             some = alike[first : first + most]
@@ -94,7 +95,7 @@ def _by_kernel(path, start, *buffers, interpret: bool):
 def _kernel(rows: int, columns: int, count: int, interpret: bool) -> Callable:
     def keep_rows_kernel(path_ref, start_ref, *refs):
         # Past the last row that one again, to the same place: no mask.
-        row = jnp.minimum(lax.iota(jnp.int32, _power(rows)), rows - 1)
+        row = jnp.minimum(lax.iota(jnp.int32, power(rows)), rows - 1)
         column = (pl.program_id(2) * columns + lax.iota(jnp.int32, columns))[None]
         start = start_ref[0]
         at, to = (start + load(path_ref.at[row]))[:, None], (start + row)[:, None]
@@ -111,7 +112,3 @@ def _kernel(rows: int, columns: int, count: int, interpret: bool) -> Callable:
 def _columns(width: int) -> int:
     """Elements of a head that one program moves: a power of two that divides the width."""
     return min(COLUMNS, width & -width)
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()

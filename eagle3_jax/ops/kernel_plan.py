@@ -55,12 +55,17 @@ def plan(
     return Plan(block, row_blocks, keys, max(splits, 1), warps, stages)
 
 
+def power(n: int) -> int:
+    """The next power of two, as Triton's tiles are."""
+    return 1 << (n - 1).bit_length()
+
+
 def _block_rows(rows: int, width: int, itemsize: int) -> int:
     """Folded rows of one program: at least 16 (tensor cores), at most what registers hold."""
     most = 128 if width <= 128 else 64 if width <= 256 else 32
     if itemsize == 4:
         most = 16
-    return min(max(16, 1 << (rows - 1).bit_length()), most)
+    return min(max(16, power(rows)), most)
 
 
 def _table(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
