@@ -221,6 +221,15 @@ def test_top_probabilities(topk):
     np.testing.assert_allclose(probs, np.take_along_axis(p, order, -1), rtol=1e-5)
 
 
+def test_a_vocabulary_is_not_sorted():
+    """A top-k is a sort to StableHLO; XLA has to see it to look at each value once."""
+    logits = jax.ShapeDtypeStruct((1, 3, 512), jnp.float32)
+    run = jax.jit(lambda values: top_probabilities(values, 2))
+    text = run.lower(logits).compile().as_text()
+    assert "TopK" in text
+    assert " sort(" not in text
+
+
 def test_equal_scores_keep_parents():
     """A certain child ties with its parent: the parent is the lower index and must win."""
     config = TreeConfig(2, 2, 3)
