@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from eagle3_jax.comparison import first_difference
 from eagle3_jax.crosscheck.noise import Noise, measure
-from eagle3_jax.crosscheck.pair_requests import compare_requests
+from eagle3_jax.crosscheck.pair_requests import Pair, compare_requests
 from eagle3_jax.crosscheck.result import Divergence, Kind, Line, Result, Tie, sentence
 from eagle3_jax.crosscheck.types import CrosscheckError, EngineRequest, EngineRun
 
@@ -32,7 +32,7 @@ def compare_runs(run: EngineRun, other: EngineRun, *, dtype: str | None = None) 
     lines: list[Line] = []
     undecided: list[str] = []
     for i, (a, b) in enumerate(pairs):
-        faults, tied, line, open_ = compare_requests(i, a, b, run, other, noise)
+        faults, tied, line, open_ = compare_requests(Pair(i, a, b, run, other, noise))
         found += faults
         ties += tied
         lines.append(line)

@@ -16,22 +16,28 @@ from eagle3_jax.crosscheck.stats import impossible
 from eagle3_jax.crosscheck.types import EngineRequest, EngineRun
 
 
-def compare_requests(
-    number: int,
-    a: EngineRequest,
-    b: EngineRequest,
-    run: EngineRun,
-    other: EngineRun,
-    noise: Noise,
-) -> tuple[list[Divergence], list[Tie], Line, list[str]]:
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The same request `a` of one run and `b` of the other."""
+
+    number: int
+    a: EngineRequest
+    b: EngineRequest
+    run: EngineRun
+    other: EngineRun
+    noise: Noise
+
+
+def compare_requests(pair: Pair) -> tuple[list[Divergence], list[Tie], Line, list[str]]:
     """Faults, ties, the line of the table, and what cannot be told."""
+    number, a, b, noise = pair.number, pair.a, pair.b, pair.noise
     faults: list[Divergence] = []
     ties: list[Tie] = []
     undecided: list[str] = []
     at = first_difference(a.output, b.output)
     did = ["tokens"] if a.output or b.output else []
     if at is not None:
-        gap = _gap(a, b, at, noise)
+        gap = _gap(pair, at)
         shown = [r.output[at] if at < len(r.output) else "the end" for r in (a, b)]
         where = f"token {at} is {shown[0]}, in the other {shown[1]}"
         ended = "the end" in shown
@@ -50,13 +56,13 @@ def compare_requests(
             detail = f"{where}; their logprobs are {abs(gap):.3g} apart: no near tie"
             faults.append(_token(number, at, detail, "LOSSLESS_LOGIC_ERROR"))
     same = at is None
-    faults += _values(number, a, b, len(a.output) if same else at or 0, noise, did)
+    faults += _values(pair, len(a.output) if same else at or 0, did)
     if a.rounds and b.rounds:
-        faults += _rounds(number, a, b, run, other, noise, ties, did)
+        faults += _rounds(pair, ties, did)
     known = [n for n in COUNTED if n in a.stats and n in b.stats]
     if known:
         did.append("statistics")
-        faults += _statistics(number, a, b, known, run, same)
+        faults += _statistics(pair, known, same)
     line = Line(
         name=a.name,
         tokens=len(a.output),
@@ -68,10 +74,9 @@ def compare_requests(
     return faults, ties, line, undecided
 
 
-def _values(
-    number: int, a: EngineRequest, b: EngineRequest, upto: int, noise: Noise, did: list[str]
-) -> list[Divergence]:
+def _values(pair: Pair, upto: int, did: list[str]) -> list[Divergence]:
     """Logprobs and states of the text that both share."""
+    number, a, b, noise = pair.number, pair.a, pair.b, pair.noise
     found = []
     cap = NEAR_TIE[noise.dtype]
     if a.output_logprobs is not None and b.output_logprobs is not None:
@@ -136,14 +141,14 @@ def _asked_for_less(a: EngineRequest, b: EngineRequest, at: int) -> bool:
     return short.max_new_tokens == at and long.max_new_tokens not in (None, at)
 
 
-def _gap(a: EngineRequest, b: EngineRequest, at: int, noise: Noise) -> float | None:
+def _gap(pair: Pair, at: int) -> float | None:
     """How far apart the two tokens are in either run's own logprobs, the smaller.
 
     A token that is not listed is below the last one listed: that tells no tie, only that there is
     none.
     """
     gaps = []
-    for mine, theirs in ((a, b), (b, a)):
+    for mine, theirs in ((pair.a, pair.b), (pair.b, pair.a)):
         if at >= len(mine.output) or at >= len(theirs.output):
             return None
         if mine.output_top is None or at >= len(mine.output_top):
@@ -153,23 +158,15 @@ def _gap(a: EngineRequest, b: EngineRequest, at: int, noise: Noise) -> float | N
             gaps.append(listed[mine.output[at]] - listed[theirs.output[at]])
         elif mine.output[at] in listed and listed:
             least = listed[mine.output[at]] - min(listed.values())
-            if not noise.tied(least):
+            if not pair.noise.tied(least):
                 gaps.append(least)
     return min(gaps, key=abs) if gaps else None
 
 
-def _rounds(
-    number: int,
-    a: EngineRequest,
-    b: EngineRequest,
-    run: EngineRun,
-    other: EngineRun,
-    noise: Noise,
-    ties: list[Tie],
-    did: list[str],
-) -> list[Divergence]:
+def _rounds(pair: Pair, ties: list[Tie], did: list[str]) -> list[Divergence]:
     """Round by round from the same starts; what follows another text is not compared."""
-    tree = run.settings.tree or other.settings.tree
+    a, b = pair.a, pair.b
+    tree = pair.run.settings.tree or pair.other.settings.tree
     seen = Seen()
     starts = {r.length: r for r in b.rounds or ()}
     for theirs in a.rounds or ():
@@ -177,11 +174,11 @@ def _rounds(
         upto = theirs.length - len(a.prompt) + 1
         if mine is None or a.output[:upto] != b.output[:upto]:
             continue
-        context = Context(number, tree.topk if tree else None, None, None)
-        fault = compare_round(theirs, mine, noise, context, seen)
+        context = Context(pair.number, tree.topk if tree else None, None, None)
+        fault = compare_round(theirs, mine, pair.noise, context, seen)
         if fault is not None:
             did.append("rounds")
-            return [_named(fault, theirs.tensors, run, other)]
+            return [_named(fault, theirs.tensors, pair.run, pair.other)]
     did += ["rounds"] if seen.compared else []
     ties += seen.ties
     return []
@@ -211,16 +208,10 @@ def _named(
     return fault
 
 
-def _statistics(
-    number: int,
-    a: EngineRequest,
-    b: EngineRequest,
-    known: Sequence[str],
-    run: EngineRun,
-    same: bool,
-) -> list[Divergence]:
-    common: dict[str, Any] = {"kind": "statistics differ", "request": number, "order": (10**6, 0)}
-    tree = run.settings.tree
+def _statistics(pair: Pair, known: Sequence[str], same: bool) -> list[Divergence]:
+    a, b, tree = pair.a, pair.b, pair.run.settings.tree
+    common: dict[str, Any] = {"kind": "statistics differ", "request": pair.number}
+    common["order"] = (10**6, 0)
     wrong = impossible(
         a.stats,
         nodes=tree.num_draft_tokens if tree else None,
