@@ -1,17 +1,22 @@
-"""Seconds of `eagle3 doctor` on 2,000 tokens of SmolLM2 with all its boundaries.
+"""The doctor's seconds on 2,000 tokens of SmolLM2: `python bench/doctor.py` after `make model`.
 
-python bench/doctor.py [--wrong] [--tokens 2000]: `--wrong` starts from boundaries (8, 20, 12).
+With the target's states at all its boundaries, once as configured and once from the boundaries
+(8, 20, 12), compilation included.
 """
 
-import argparse
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+import harness
+
+parser = harness.parser(__doc__)
+parser.add_argument("--tokens", type=int, default=2000, metavar="N")
+args = parser.parse_args()
+harness.use_cores(args.cores)
+
+sys.path.insert(0, str(harness.ROOT / "tests"))
 PROMPTS = (
     "Explain how a bicycle stays upright.",
     "Write a short story about a lighthouse keeper.",
@@ -37,20 +42,16 @@ def record(target: str, folder: Path, tokens: int):
     return load(out)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wrong", action="store_true", help="start from boundaries (8, 20, 12)")
-    parser.add_argument("--tokens", type=int, default=2000)
-    args = parser.parse_args()
-
+def main():
     from real_model import DEMO, smollm2_folder
 
     import eagle3_jax
     from convert import from_torch
     from eagle3_jax.doctor import diagnose
-    from eagle3_jax.wirings.report import lines
+    from eagle3_jax.wirings.report import sentence
 
     place = str(smollm2_folder())
+    result = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         argv = [str(DEMO / "draft"), "--out", str(folder / "D"), "--target", place]
@@ -58,17 +59,20 @@ if __name__ == "__main__":
         found = record(place, folder, args.tokens)
         target = eagle3_jax.load_target(place)
         draft = eagle3_jax.load_draft(folder / "D", target=target)
-        start = time.perf_counter()
-        diagnosis = diagnose(
-            found,
-            draft,
-            target.shared(),
-            changes={"boundaries": (8, 20, 12)} if args.wrong else {},
-            max_tokens=args.tokens,
-        )
-        seconds = time.perf_counter() - start
-    print("\n".join(lines(diagnosis)))
-    print(
-        f"{seconds:.1f} s for {args.tokens} tokens, {diagnosis.tried} wirings, "
-        f"{len(found.boundaries)} boundaries, {os.cpu_count()} CPUs"
-    )
+        for start_from, changes in (("as configured", {}), ("wrong", {"boundaries": (8, 20, 12)})):
+            start = time.perf_counter()
+            diagnosis = diagnose(
+                found, draft, target.shared(), changes=changes, max_tokens=args.tokens
+            )
+            result[start_from] = {
+                "seconds": round(time.perf_counter() - start, 1),
+                "wirings": diagnosis.tried,
+                "verdict": diagnosis.verdict,
+                "sentence": sentence(diagnosis),
+            }
+        result |= {"tokens": args.tokens, "boundaries": len(found.boundaries)}
+    harness.report({"doctor": result}, args.out)
+
+
+if __name__ == "__main__":
+    main()

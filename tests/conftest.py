@@ -43,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
 
 
+def pytest_collection_finish():
+    """What is imported by now stays: the collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _programs(request: pytest.FixtureRequest):
     """Compiled programs hold memory maps, of which a process may have only so many.
