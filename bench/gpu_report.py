@@ -96,6 +96,7 @@ def examine(
     own = [launch for launch in launches if launch.name.startswith(expected.kernel)]
     faults = [
         *kernel_faults(kernels, launches),
+        *(Fault("TILES", f"{k.name}: {k.within_tiles} copies") for k in mine if k.within_tiles),
         *(Fault("COPY", text) for text in copied),
         *(Fault("MASK", text) for text in masks(module, expected)),
         *(Fault("HOST", text) for text in host_calls(module)),
