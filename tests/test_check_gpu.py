@@ -185,6 +185,20 @@ def test_the_kernel_must_run_once_per_layer_and_forward():
     assert codes(f"{TWO}\n{other}") == []
 
 
+APPEND = KERNEL.replace("tree_attention_kernel", "append_rows_kernel")
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 3])
+def test_the_kernels_of_the_cache_are_counted_too(times):
+    inside = "\n".join([TWO, *(APPEND.format(i=2 + i) for i in range(times))])
+    others = {"append_rows_kernel": 2, "keep_rows_kernel": 0}
+    found = [str(fault) for fault in row(inside, others=others).faults]
+    wrong = [f"KERNEL: append_rows_kernel is called {times} times, not 2"] * (times != 2)
+    assert found == wrong
+    found = [str(fault) for fault in row(inside, others=others | {"keep_rows_kernel": 1}).faults]
+    assert found == [*wrong, "KERNEL: keep_rows_kernel is called 0 times, not 1"]
+
+
 def test_temporaries_and_donation():
     assert codes(temporaries=101) == ["TEMPORARIES"]
     assert codes(temporaries=100) == []
