@@ -16,7 +16,7 @@ from sglang_goldens import TRACES, load
 
 import eagle3_jax as e3
 from eagle3_jax import loop
-from eagle3_jax.ops import tree_attention as kernel
+from eagle3_jax.ops import tree_attention, tree_step
 from eagle3_jax.ops import which as choice
 from eagle3_jax.ops.attention import attend, attend_causal, use_attention
 from eagle3_jax.run import Run
@@ -82,7 +82,8 @@ def test_latent_attention_lowers_without_a_copy_of_the_values():
 
 def test_a_fault_in_the_kernel_shows_in_lowering(monkeypatch):
     """A tile of 80 columns runs interpreted and fails here."""
-    monkeypatch.setattr(kernel, "pieces", lambda width: ((0, width),))
+    for module in (tree_attention, tree_step):
+        monkeypatch.setattr(module, "pieces", lambda width: ((0, width),))
     jax.clear_caches()
     run = jax.jit(lambda *args: attend(*args, scale=0.1))
     with pytest.raises(Exception, match=r"power of 2|power of two"):

@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import draw
-from cuda_lowering import lowered
+from cuda_lowering import lowered, times_run
 from jax.experimental import pallas as pl
 from mosaic_by_hand import Barriers, Ref, by_hand, copy  # noqa: F401
 from mosaic_interpreted import interpreted, needs_interpreter  # noqa: F401
 from selection import by_default
 
 from eagle3_jax.ops import attention
+from eagle3_jax.ops import which as choice
 from eagle3_jax.ops.mosaic_attention import takes
 
 # (B, T, S, K, G, H, words)
@@ -79,19 +80,19 @@ def test_what_it_takes():
     assert not takes(*of()[:2], None, plain=True)
 
 
-@pytest.mark.parametrize(("H", "which"), [(64, "mosaic_gpu"), (80, "triton")])
-def test_it_runs_where_it_was_asked_for(H, which):
-    """Asked for by name only; what it does not take is the Triton kernel's."""
+@pytest.mark.parametrize("H", [64, 80])
+@pytest.mark.parametrize("by", [None, "mosaic"])
+def test_it_runs_where_it_was_asked_for(H, by, monkeypatch):
+    """By name only; what it does not take is the Triton kernel's."""
+    monkeypatch.setattr(choice, "_cuda_is_possible", lambda: True)
     shapes = (
         jax.ShapeDtypeStruct((1, 8, 8, H), jnp.bfloat16),
         *[jax.ShapeDtypeStruct((1, 104, 2, H), jnp.bfloat16)] * 2,
         jax.ShapeDtypeStruct((1,), jnp.int32),
         jax.ShapeDtypeStruct((1, 8, 1), jnp.uint32),
     )
-
-    def calls(**options):
-        run = jax.jit(lambda *args: attention.attend(*args, scale=0.1, **options))
-        return lowered(run, *shapes)
-
-    assert which in calls(implementation="mosaic")
-    assert "mosaic" not in calls()
+    run = jax.jit(lambda *args: attention.attend(*args, scale=0.1))
+    text = lowered(run, *shapes, by=by)
+    mosaic = by == "mosaic" and H == 64
+    assert times_run(text, "@mosaic_gpu") == mosaic
+    assert times_run(text, 'name = "tree_attention_kernel"') == (not mosaic)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from eagle3_jax.ops.kernel_plan import MULTIPROCESSORS
 from eagle3_jax.ops.merge import LOG2E, merge
-from eagle3_jax.ops.tree_attention import NOTHING
+from eagle3_jax.ops.tree_step import NOTHING
 
 ROWS, KEYS = 64, 64  # of one matrix product; keys are two words of the tree
 TILE = 8  # slots: where a copy may start

@@ -69,7 +69,8 @@ def run(
     takes: bool,
     implementation: Implementation | None = None,
 ) -> Any:
-    """One of two functions of `arrays`; of None, the kernel in programs for CUDA.
+    """One of two functions of `arrays`; of None, the kernel in programs for CUDA, if this
+    installation can compile one (a GPU, or jax's plugin for it), else the plain one.
 
     Args:
       kernel: takes `interpret` besides.
