@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import DTYPES
 from cuda_lowering import lowered
+from selection import by_default
 
 from eagle3_jax.cache import KVCache
 from eagle3_jax.ops.append import append_rows
@@ -28,19 +29,20 @@ def naive_heads(x, cos, sin, weight, eps):
     return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
-@pytest.mark.parametrize(
-    ("shape", "normed", "dtype"),
-    [
-        ((1, 1, 1, 1, 2), False, "float32"),
-        ((2, 7, 2, 3, 6), False, "float32"),
-        ((3, 4, 2, 5, 80), True, "bfloat16"),
-        ((1, 33, 1, 7, 64), True, "float32"),
-        ((2, 3, 2, 4, 128), False, "float16"),
-    ],
-)
+APPENDED = [
+    ((1, 1, 1, 1, 2), False, "float16"),
+    ((2, 7, 2, 3, 6), True, "float32"),
+    ((3, 4, 2, 5, 80), True, "bfloat16"),
+    ((2, 3, 2, 4, 6), False, "float32"),
+    ((1, 33, 1, 7, 64), True, "float32"),
+    ((2, 3, 2, 4, 128), False, "float16"),
+]
+
+
+@pytest.mark.parametrize("which", by_default(APPENDED, lambda i, _: i < 4))
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-def test_rows_are_normed_rotated_and_written(shape, normed, dtype, implementation):
-    B, T, K, G, H = shape
+def test_rows_are_normed_rotated_and_written(which, implementation):
+    (B, T, K, G, H), normed, dtype = which
     S, eps = T + 9, 1e-5
     rng = np.random.default_rng(T)
     make = DTYPES[dtype]
