@@ -8,9 +8,10 @@
 
 Exit status 1 and one line a fault: registers spilled, shared memory over the limit, a cache or a
 weight written as a whole in a round, temporaries over the budget, a mask of rows x slots, a host
-call, state that is not overwritten in place, or a kernel that does not run once per target layer
-and draft forward. docs/gpu.md says how to read the table. Prefill is the kernel's here: cuDNN's
-does not compile without a GPU.
+call, state that is not overwritten in place, or a kernel that does not run as often as the layers
+say: attention and the writing of new rows once per target layer and draft forward, the keeping of
+a path once per so many caches. docs/gpu.md says how to read the table. Prefill is the kernel's
+here: cuDNN's does not compile without a GPU.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from pathlib import Path
 
 import harness
 import jax
-from gpu_cases import CASES, KERNEL_CASES, Case, compile_case, compile_kernel
+from gpu_cases import CASES, Case, compile_case
+from gpu_kernels import KERNEL_CASES, compile_kernel
 from gpu_report import Fault, Row, extrapolate, table
 from models import PAIRS
 

@@ -33,8 +33,9 @@ from run import PROMPTS  # noqa: E402
 import eagle3_jax as e3  # noqa: E402
 from eagle3_jax import loop  # noqa: E402
 from eagle3_jax.draft import Eagle3Draft  # noqa: E402
-from eagle3_jax.layers import Rows, chain_bits  # noqa: E402
+from eagle3_jax.layers import Rows  # noqa: E402
 from eagle3_jax.modules import take_apart  # noqa: E402
+from eagle3_jax.ops.bits import chain_bits  # noqa: E402
 from eagle3_jax.run import Run  # noqa: E402
 from eagle3_jax.tokenizer import Tokenizer  # noqa: E402
 from eagle3_jax.tree import top_probabilities  # noqa: E402

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import hlo
 import ptx
@@ -19,7 +19,8 @@ class Expected:
     """What a program must hold, by its shapes.
 
     Attributes:
-      kernel: the attention kernel's name. calls: how often one round runs it.
+      kernel: the attention kernel's name. calls: how often one round runs it. others: the same of
+        the other kernels.
       cache, weights: element counts of one layer's cache and of each large weight, whole and as
         one device has it.
       batch, slots: a mask has more than batch x slots elements.
@@ -36,6 +37,7 @@ class Expected:
     budget: int
     donated: int
     prompt: int | None = None
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +91,23 @@ def examine(
     names = every_round(module)
     ops = list(module.ops(*names))
     mine = [k for k in kernels if k.name.startswith(expected.kernel)]
-    calls = sum(is_kernel(op, expected.kernel) for op in ops)
     copied = list(copies(module, ops, expected))
     sent = [op for op in ops if op.opcode.removesuffix("-start") in hlo.COLLECTIVES]
     launches, graphs = ptx.launches(thunks)
     own = [launch for launch in launches if launch.name.startswith(expected.kernel)]
     faults = [
         *kernel_faults(kernels, launches),
+        *(Fault("TILES", f"{k.name}: {k.within_tiles} copies") for k in mine if k.within_tiles),
         *(Fault("COPY", text) for text in copied),
         *(Fault("MASK", text) for text in masks(module, expected)),
         *(Fault("HOST", text) for text in host_calls(module)),
     ]
     if temporaries > expected.budget:
         faults.append(Fault("TEMPORARIES", f"{temporaries} bytes, the budget is {expected.budget}"))
-    if calls != expected.calls:
-        faults.append(
-            Fault("KERNEL", f"{expected.kernel} is called {calls} times, not {expected.calls}")
-        )
+    for name, times in {expected.kernel: expected.calls, **expected.others}.items():
+        found = sum(is_kernel(op, name) for op in ops)
+        if found != times:
+            faults.append(Fault("KERNEL", f"{name} is called {found} times, not {times}"))
     if module.aliases < expected.donated:
         faults.append(
             Fault(
@@ -115,7 +117,7 @@ def examine(
         )
     return Row(
         program=program,
-        calls=calls,
+        calls=sum(is_kernel(op, expected.kernel) for op in ops),
         expected_calls=expected.calls,
         registers=max((k.registers for k in mine), default=0),
         spills=sum(k.spills for k in kernels),

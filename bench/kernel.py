@@ -24,8 +24,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import models  # noqa: E402
 
-from eagle3_jax.layers import chain_bits  # noqa: E402
 from eagle3_jax.ops.attention import attend  # noqa: E402
+from eagle3_jax.ops.bits import chain_bits  # noqa: E402
 
 L2_TIMES_FOUR = 4 * 62914560
 

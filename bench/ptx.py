@@ -15,13 +15,18 @@ SHARED_LIMIT = 232448
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One entry function, as assembled."""
+    """One entry function, as assembled.
+
+    Attributes:
+      within_tiles: TMA copies not known to start at the first row of a tile.
+    """
 
     name: str
     registers: int
     spill_stores: int
     spill_loads: int
     shared: int
+    within_tiles: int = 0
 
     @property
     def spills(self) -> int:
@@ -53,7 +58,33 @@ def assemble(path: Path) -> list[Kernel]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{path.name}: {done.stderr.strip()[:400]}")
-    return parse(done.stderr)
+    text = path.read_text()
+    return [
+        dataclasses.replace(kernel, within_tiles=within_tiles(text, kernel.name))
+        for kernel in parse(done.stderr)
+    ]
+
+
+def within_tiles(text: str, kernel: str) -> int:
+    """TMA copies of one kernel whose row within a tile, the second coordinate, is not plain 0.
+
+    The rest of such a tile would arrive as zeros.
+
+    Raises:
+      ValueError: no such kernel.
+    """
+    _, named, rest = text.partition(f".entry {kernel}(")
+    if not named:
+        raise ValueError(f"no kernel {kernel} in this PTX")
+    body = rest.partition(".entry ")[0]
+    found = 0
+    for coordinates in re.findall(r"cp\.async\.bulk\.tensor.*\{([^}]*)\}", body):
+        row = coordinates.split(",")[1].strip()
+        values = re.findall(
+            rf"^\s*(?:@\S+\s+)?(\S+)\s+{re.escape(row)},\s*(.*);", body, re.MULTILINE
+        )
+        found += row != "0" and set(values) != {("mov.b32", "0")}
+    return found
 
 
 @functools.cache

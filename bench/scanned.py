@@ -13,6 +13,7 @@ import functools
 import sys
 
 import gpu_cases
+import gpu_kernels
 import h200
 import jax
 import jax.numpy as jnp
@@ -87,16 +88,16 @@ def look(name: str, made, layers: int) -> Row:
     one_cache = SLOTS * 8 * 128
     sizes = {x.size for x in jax.tree.leaves(weights) if x.size >= gpu_cases.LARGE}
     wanted = Expected(
-        kernel=gpu_cases.KERNEL,
+        kernel=gpu_kernels.KERNEL,
         calls=layers,
         cache=frozenset({one_cache, one_cache * layers}),
         weights=frozenset(sizes | {n // layers for n in sizes}),
         batch=1,
         slots=SLOTS,
-        budget=gpu_cases.KERNEL_BUDGET,
+        budget=gpu_kernels.KERNEL_BUDGET,
         donated=len(jax.tree.leaves(cache)),
     )
-    return gpu_cases.look(name, compiled, wanted)
+    return gpu_kernels.look(name, compiled, wanted)
 
 
 def main() -> int:

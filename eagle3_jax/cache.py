@@ -59,7 +59,10 @@ class KVCache:
         return self.written(layer, k, v)
 
     def written(self, layer: int, k: jax.Array, v: jax.Array) -> "KVCache":
-        """With the whole buffers of a layer that has been written: `write` after its rows."""
+        """This cache with a layer's buffers replaced by whole ones [B, S, K, H], new rows in them.
+
+        For who wrote the rows itself (`ops.append.append_rows`); `write` puts them and does this.
+        """
         return KVCache(_set(self.k, layer, k), _set(self.v, layer, v), self.positions)
 
     def layer(self, index: int) -> "KVCache":

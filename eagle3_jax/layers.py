@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from eagle3_jax.attention_config import AttentionConfig
 from eagle3_jax.cache import KVCache
-from eagle3_jax.ops.append import append_rows, split
+from eagle3_jax.ops.append import append_rows, queries_keys_values
 from eagle3_jax.ops.attention import Window, attend, attend_causal
+from eagle3_jax.ops.bits import chain_bits
 from eagle3_jax.ops.norm import rms_norm, row
 from eagle3_jax.precision import matmul
 
@@ -52,20 +52,6 @@ class Rows:
             lengths,
             jnp.broadcast_to(bits, (lengths.shape[0], *bits.shape)),
         )
-
-
-def chain_bits(rows: int) -> np.ndarray:
-    """[rows, words] uint32: row i has bits 0..i."""
-    return pack_bits(np.tril(np.ones((rows, rows), bool)))
-
-
-def pack_bits(dense: np.ndarray) -> np.ndarray:
-    """[..., n] bool -> [..., ceil(n / 32)] uint32, bit j of word w being entry 32 w + j."""
-    n = dense.shape[-1]
-    padded = np.zeros((*dense.shape[:-1], -(-n // 32) * 32), bool)
-    padded[..., :n] = dense
-    words = padded.reshape(*dense.shape[:-1], -1, 32).astype(np.uint32)
-    return (words << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
 
 
 class Unfilled(nnx.Rngs):
@@ -186,7 +172,7 @@ class Attention(nnx.Module):
             norms = self.q_norm.weight[...], self.k_norm.weight[...]
         eps = self.config.norm_eps
         if rows.ancestors is None:
-            q, k, v = split(grouped, rotation, norms, eps)
+            q, k, v = queries_keys_values(grouped, rotation, norms, eps)
             cache = cache.write(layer, k, v, rows.start)
             out = attend_causal(q, k, v, scale=H**-0.5, window=self.config.window)
         else:

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import ConfigError
-from eagle3_jax.ops.over_mesh import axes_for
+from eagle3_jax.ops.over_mesh import auto_axes, axes_for
 from eagle3_jax.state import LoopState
 
 DATA, MODEL = "data", "model"
@@ -115,9 +115,10 @@ def pinned(state: LoopState) -> LoopState:
     )
 
 
-def _divided(x: jax.Array, spec: P, mesh: Any) -> P:
-    """The spec without axes that the mesh lacks or that do not divide their dimension."""
-    sizes = dict(mesh.shape)
+def _divided(x: jax.Array, spec: P, mesh: AbstractMesh) -> P:
+    """The spec without axes that do not divide their dimension, and of others than Auto ones: what
+    the user holds (Explicit, Manual) or the mesh lacks."""
+    sizes = auto_axes(mesh)
 
     def kept(name: str | None, size: int) -> str | None:
         return name if name in sizes and size % sizes[name] == 0 else None

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from eagle3_jax.config import TreeConfig
-from eagle3_jax.layers import pack_bits
+from eagle3_jax.ops.bits import pack_bits
 
 DraftAttention = Literal["ancestors", "beam_slots"]
 DRAFT_ATTENTIONS: tuple[DraftAttention, ...] = ("ancestors", "beam_slots")

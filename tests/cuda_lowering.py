@@ -7,7 +7,7 @@ import re
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from eagle3_jax.ops.attention import use_attention
+from eagle3_jax.ops.attention import Implementation, use_attention
 
 
 def an_h200() -> contextlib.AbstractContextManager:
@@ -18,9 +18,12 @@ def an_h200() -> contextlib.AbstractContextManager:
     )
 
 
-def lowered(run, *args) -> str:
-    """StableHLO of a jitted function for CUDA, which this installation may not know."""
-    with an_h200(), use_attention("pallas"):
+def lowered(run, *args, by: Implementation | None = "pallas") -> str:
+    """StableHLO of a jitted function for CUDA, which this installation may not know.
+
+    `by`: what `use_attention` says; of None the default is what `which` thinks possible here.
+    """
+    with an_h200(), use_attention(by):
         return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 

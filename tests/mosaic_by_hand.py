@@ -19,10 +19,13 @@ from eagle3_jax.ops import merge, mosaic_attention
 
 
 class Ref:
-    """A part of an array: `ref.at[index]`, read and written as `ref[...]`."""
+    """A part of an array: `ref.at[index]`, read and written as `ref[...]`.
 
-    def __init__(self, array: np.ndarray, index: tuple = ()):
-        self.array, self.index = array, index
+    `tile`: how many rows a tile of this buffer has.
+    """
+
+    def __init__(self, array: np.ndarray, index: tuple = (), tile: int = 1):
+        self.array, self.index, self.tile = array, index, tile
         self.dtype = array.dtype
 
     @property
@@ -44,7 +47,7 @@ class _At:
         self.ref = ref
 
     def __getitem__(self, index) -> Ref:
-        return Ref(self.ref.array, (*self.ref.index, *_tuple(index)))
+        return Ref(self.ref.array, (*self.ref.index, *_tuple(index)), self.ref.tile)
 
 
 def _tuple(index) -> tuple:
@@ -83,13 +86,22 @@ class _Slots:
 
 
 def copy(source: Ref, target: Ref, barrier: Barriers) -> None:
-    """Past the end of the array there are zeros, as TMA fills them."""
+    """By TMA, which is given the first row as a tile and a row of it (`TileTransform` of Mosaic).
+
+    Each tile of the target takes the rows of one of the source from that row on: past the tile's
+    end, as past the array's, there are zeros.
+    """
     assert barrier.arrived[barrier.slot] == 0, "refilled before it was waited for"
     barrier.arrived[barrier.slot] += 1
-    found = source[...]
+    (axis,) = (i for i, x in enumerate(source.index) if isinstance(x, pl.Slice))
+    rows, slots = source.index[axis], source.array.shape[axis]
+    assert rows.size % target.tile == slots % target.tile == 0
+    first, row = int(rows.start), np.arange(rows.size)
+    there = (row % target.tile + first % target.tile < target.tile) & (first + row < slots)
     part = target.array[_plain(target.index)]
     part[...] = 0
-    part[tuple(map(slice, found.shape))] = found
+    index = (first + row[there] if i is rows else int(i) for i in source.index)
+    part[there] = source.array[tuple(index)]
 
 
 def wait(barrier: Barriers) -> None:
@@ -163,9 +175,11 @@ def by_hand(monkeypatch):
             CompilerParams=lambda **options: options,
             Layout=types.SimpleNamespace(WGMMA=None),
             LoweringSemantics=types.SimpleNamespace(Lane=None),
-            SMEM=lambda shape, dtype, transforms: lambda: Ref(np.full(shape, np.nan, dtype)),
+            SMEM=lambda shape, dtype, transforms: (
+                lambda: Ref(np.full(shape, np.nan, dtype), tile=transforms[0][0])
+            ),
             SwizzleTransform=lambda size: None,
-            TilingTransform=lambda shape: None,
+            TilingTransform=lambda shape: shape,
             barrier_wait=wait,
             broadcasted_iota=lambda dtype, shape, axis, layout: np.indices(shape, dtype)[axis],
             copy_gmem_to_smem=copy,
@@ -179,10 +193,13 @@ def by_hand(monkeypatch):
         ),
         "lax": types.SimpleNamespace(
             axis_index=where.__getitem__,
-            broadcast_in_dim=lambda x, shape, axes: np.broadcast_to(x[:, None], shape),
+            broadcast_in_dim=lambda x, shape, axes: np.broadcast_to(
+                x[:, None] if axes else x, shape
+            ),
             div=lambda a, b: a // b,
             fori_loop=loop,
             rem=lambda a, b: a % b,
+            shift_left=lambda a, b: a << b,
             shift_right_logical=lambda a, b: a >> b,
         ),
         "jnp": np,

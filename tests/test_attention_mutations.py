@@ -8,11 +8,13 @@ import pytest
 from attention_cases import draw
 from selection import by_default
 
-KERNEL, MERGE = "eagle3_jax.ops.tree_attention", "eagle3_jax.ops.merge"
+MERGE, STEP, KERNEL = (
+    f"eagle3_jax.ops.{name}" for name in ("merge", "tree_step", "tree_attention")
+)
 MUTATIONS = {
-    "tree one slot late": ("length + w * WORD + _iota", "length + w * WORD + 1 + _iota"),
+    "tree one slot late": ("length + w * WORD + iota", "length + w * WORD + 1 + iota"),
     "bits ignored": ("jnp.uint32(1)) == 1", "jnp.uint32(1)) < 2"),
-    "bits shifted by one": ("_iota(WORD).astype", "(_iota(WORD) + 1).astype"),
+    "bits shifted by one": ("iota(WORD).astype", "(iota(WORD) + 1).astype"),
     "the first word for all": ('["ancestors"].at[node, w]', '["ancestors"].at[node, w * 0]'),
     "prefix past its length": ("jnp.minimum(length, s.slots)", "s.slots"),
     "a block is skipped": ("low = part * share", "low = part * share + 1"),
@@ -29,17 +31,19 @@ MUTATIONS = {
 
 
 def kernel(old: str, new: str) -> types.ModuleType:
-    """The kernel's module with one piece of source replaced, in it or in the merge."""
-    sources = {
-        name: importlib.import_module(name).__loader__.get_source(name) for name in (MERGE, KERNEL)
-    }
+    """The kernel's module with one piece of source replaced, in it, its step or the merge."""
+    names = (MERGE, STEP, KERNEL)  # each may import those before it
+    sources = {name: importlib.import_module(name).__loader__.get_source(name) for name in names}
     assert sum(source.count(old) for source in sources.values()) == 1
-    modules = {}
+    modules: dict[str, types.ModuleType] = {}
     for name, source in sources.items():
-        modules[name] = types.ModuleType(name)
-        exec(compile(source.replace(old, new), name, "exec"), modules[name].__dict__)
-    for name in ("merge", "load_sink", "normalised"):
-        setattr(modules[KERNEL], name, getattr(modules[MERGE], name))
+        module = types.ModuleType(name)
+        exec(compile(source.replace(old, new), name, "exec"), module.__dict__)
+        for thing, value in [*vars(module).items()]:
+            home = getattr(value, "__module__", None)
+            if home in modules:
+                setattr(module, thing, getattr(modules[home], thing))
+        modules[name] = module
     return modules[KERNEL]
 
 

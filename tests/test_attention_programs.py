@@ -12,11 +12,12 @@ import pytest
 from cuda_lowering import an_h200, lowered, times_run
 from random_models import draft_config, random_draft, random_target, target_config
 from selection import by_default
+from sglang_compare import SCORE_TOLERANCE
 from sglang_goldens import TRACES, load
 
 import eagle3_jax as e3
 from eagle3_jax import loop
-from eagle3_jax.ops import tree_attention as kernel
+from eagle3_jax.ops import tree_attention, tree_step
 from eagle3_jax.ops import which as choice
 from eagle3_jax.ops.attention import attend, attend_causal, use_attention
 from eagle3_jax.run import Run
@@ -82,7 +83,8 @@ def test_latent_attention_lowers_without_a_copy_of_the_values():
 
 def test_a_fault_in_the_kernel_shows_in_lowering(monkeypatch):
     """A tile of 80 columns runs interpreted and fails here."""
-    monkeypatch.setattr(kernel, "pieces", lambda width: ((0, width),))
+    for module in (tree_attention, tree_step):
+        monkeypatch.setattr(module, "pieces", lambda width: ((0, width),))
     jax.clear_caches()
     run = jax.jit(lambda *args: attend(*args, scale=0.1))
     with pytest.raises(Exception, match=r"power of 2|power of two"):
@@ -164,19 +166,41 @@ def test_a_round_runs_the_kernel_once_a_layer_and_draft_forward(pair, tree, mode
     assert f"x{run.slots}xi1>" not in text
 
 
-CASES = [(case, mode) for case in TRACES for mode in ("ancestors", "beam_slots")]
+@pytest.mark.parametrize("case", by_default(TRACES, lambda _, case: case == "tree_s2_k2_d4"))
+def test_whole_generations_by_the_kernel(case, tiny_target, tiny_draft):
+    """Two prompts of unequal length: ids, accept lengths and trees the real SGLang recorded."""
+    requests = [load("traces", case)[f"batch{i}"] for i in range(2)]
+    with use_attention("interpret"):
+        found = e3.speculate(
+            tiny_target,
+            tiny_draft,
+            [request.prompt for request in requests],
+            max_new_tokens=requests[0].max_new_tokens,
+            tree=requests[0].tree,
+            draft_attention="beam_slots",
+            stop_token_ids=(),
+            trace=True,
+        )
+    for number, request in enumerate(requests):
+        assert found.tokens[number] == request.output_ids
+        assert found.accept_lengths[number] == request.arrays["accept_len"].tolist()
+        for index, mine in enumerate(found.trace.of(number)):
+            assert mine.tokens == request.at("tokens", index).tolist()
+            if request.tree.topk > 1:
+                chosen = request.candidates("scores", index)[request.at("selected", index)]
+                np.testing.assert_allclose(mine.scores[1:], chosen, atol=SCORE_TOLERANCE)
 
 
-@pytest.mark.parametrize("which", by_default(CASES, lambda i, _: i == 7), ids="-".join)
-def test_whole_generations_by_the_kernel(which, tiny_target, tiny_draft):
-    """Two prompts of unequal length: the same rounds as with the einsum, token for token."""
-    case, mode = which
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", TRACES)
+def test_whole_generations_by_ancestors(case, tiny_target, tiny_draft):
+    """Draft nodes that see their own path, which SGLang's do not: the same rounds as with the einsum."""
     request = load("traces", case)["single0"]
     arguments = {
         "prompts": [request.prompt, request.prompt[:5]],
         "max_new_tokens": 8,
         "tree": request.tree,
-        "draft_attention": mode,
+        "draft_attention": "ancestors",
         "stop_token_ids": (),
         "trace": True,
     }

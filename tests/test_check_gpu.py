@@ -1,5 +1,6 @@
 """The judge of `make check-gpu`: every fault it names, on programs and reports written by hand."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -184,6 +185,20 @@ def test_the_kernel_must_run_once_per_layer_and_forward():
     assert codes(f"{TWO}\n{other}") == []
 
 
+APPEND = KERNEL.replace("tree_attention_kernel", "append_rows_kernel")
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 3])
+def test_the_kernels_of_the_cache_are_counted_too(times):
+    inside = "\n".join([TWO, *(APPEND.format(i=2 + i) for i in range(times))])
+    others = {"append_rows_kernel": 2, "keep_rows_kernel": 0}
+    found = [str(fault) for fault in row(inside, others=others).faults]
+    wrong = [f"KERNEL: append_rows_kernel is called {times} times, not 2"] * (times != 2)
+    assert found == wrong
+    found = [str(fault) for fault in row(inside, others=others | {"keep_rows_kernel": 1}).faults]
+    assert found == [*wrong, "KERNEL: keep_rows_kernel is called 0 times, not 1"]
+
+
 def test_temporaries_and_donation():
     assert codes(temporaries=101) == ["TEMPORARIES"]
     assert codes(temporaries=100) == []
@@ -197,6 +212,29 @@ def test_the_assembler_report():
     assert codes(kernels=kernels) == ["SPILLS"]
     with pytest.raises(ValueError, match="no registers reported for tree_attention_kernel"):
         ptx.parse(REPORT.replace("Used 154 registers", "?"))
+
+
+TMA = """
+.visible .entry tree_attention_kernel(
+  mov.b32 \t%r1, 0;
+  and.b32 \t%r2, %r4, 7;
+  @%p4 cp.async.bulk.tensor.5d.shared::cluster.global [%r9], [%rd2, {%r1,%r1,%r1,%r3,%r5} ], [%r7];
+  @%p4 cp.async.bulk.tensor.5d.shared::cta.global [%r9], [%rd2, {%r1,ROW,%r1,%r3,%r5}], [%r7];
+.visible .entry another(
+  @%p4 cp.async.bulk.tensor.5d.shared::cta.global [%r9], [%rd2, {%r1,%r2,%r1,%r3,%r5}], [%r7];
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "count"), [("%r1", 0), ("0", 0), ("%r2", 1), ("8", 1), ("%r6", 1), ("%r3", 1)]
+)
+def test_a_copy_that_starts_within_a_tile(row, count):
+    text = TMA.replace("ROW", row).replace("and.b32", "mov.b32 \t%r3, %r2;\n  and.b32")
+    assert ptx.within_tiles(text, GOOD.name) == count
+    kernel = dataclasses.replace(GOOD, within_tiles=count)
+    assert codes(kernels=[kernel]) == ["TILES"] * count
+    with pytest.raises(ValueError, match="no kernel tree in this PTX"):
+        ptx.within_tiles(text, "tree")
 
 
 def test_what_xla_will_launch():

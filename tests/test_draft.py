@@ -17,7 +17,8 @@ from random_models import random_draft
 
 from eagle3_jax.config import ConfigError, DraftConfig, LatentSizes, RopeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
-from eagle3_jax.layers import Rows, pack_bits
+from eagle3_jax.layers import Rows
+from eagle3_jax.ops.bits import pack_bits
 
 TOY = Path(__file__).parent / "data" / "dialects" / "golden_toy.npz"
 STEPS = 4

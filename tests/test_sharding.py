@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import TESTS
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from random_models import draft_config, random_draft, random_target, target_config
 
@@ -54,6 +55,22 @@ def test_one_devices_share_of_a_fused_weight_is_whole_heads_of_one_group():
     both = both.T if target.layers[0].mlp.gate_up.narrows else both
     gate, up = (tensors[f"layers.0.mlp.{name}.weight"] for name in ("gate", "up"))
     np.testing.assert_array_equal(np.split(both, 8)[3], np.concatenate((gate[18:24], up[18:24])))
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "expected"),
+    [
+        (AxisType.Auto, AxisType.Auto, P("data", None, "model")),
+        (AxisType.Auto, AxisType.Explicit, P("data")),
+        (AxisType.Manual, AxisType.Auto, P(None, None, "model")),
+        (AxisType.Explicit, AxisType.Manual, P()),
+    ],
+)
+def test_only_auto_axes_are_pinned(data, model, expected):
+    """JAX refuses a constraint that names others."""
+    mesh = AbstractMesh((2, 2), ("data", "model"), (data, model))
+    cache = jax.ShapeDtypeStruct((4, 16, 2, 8), np.float32)
+    assert sharding._divided(cache, P("data", None, "model"), mesh) == expected
 
 
 def test_what_does_not_divide_is_named():

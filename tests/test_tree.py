@@ -11,7 +11,7 @@ import pytest
 
 from eagle3_jax import verify
 from eagle3_jax.config import ConfigError, TreeConfig
-from eagle3_jax.layers import chain_bits, pack_bits
+from eagle3_jax.ops.bits import chain_bits, pack_bits
 from eagle3_jax.tree import Candidates, Seed, Tree, grow, select, top_probabilities, unpack
 
 W = 11

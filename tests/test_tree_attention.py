@@ -200,6 +200,12 @@ def test_merge_of_any_split_is_one_softmax():
     assert not np.any(run(*none, None, jnp.float32))
 
 
+def test_more_results_than_int32_counts_are_refused():
+    o, m = (jax.ShapeDtypeStruct((2, 2**15, 2**9, *width), jnp.float32) for width in ((128,), ()))
+    with pytest.raises(ValueError, match="16777216 rows of 128 are more results than int32"):
+        jax.eval_shape(lambda o, m: merge(o, m, m, None, jnp.bfloat16), o, m)
+
+
 def test_plans():
     """Powers of two, all rows covered, work for every program, one wave of programs at most."""
     for batch, heads, rows, slots, width, size in itertools.product(

@@ -20,8 +20,8 @@ from eagle3_jax.crosscheck.probe_rows import (
     stacked,
 )
 from eagle3_jax.crosscheck.types import DumpedRound
-from eagle3_jax.layers import pack_bits
 from eagle3_jax.modules import take_apart
+from eagle3_jax.ops.bits import pack_bits
 
 
 class DraftRows(ProbedRows):

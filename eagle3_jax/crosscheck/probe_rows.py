@@ -12,7 +12,7 @@ from eagle3_jax.cache import KVCache
 from eagle3_jax.crosscheck.evidence import Evidence, Named
 from eagle3_jax.crosscheck.metrics import distance
 from eagle3_jax.crosscheck.types import DumpedRound
-from eagle3_jax.layers import pack_bits
+from eagle3_jax.ops.bits import pack_bits
 
 RECENT = 24
 """Committed slots, counted from the end, that are tried one by one."""

@@ -22,8 +22,9 @@ from eagle3_jax.crosscheck.probe_rows import (
     stacked,
 )
 from eagle3_jax.crosscheck.types import DumpedRound
-from eagle3_jax.layers import Rows, pack_bits
+from eagle3_jax.layers import Rows
 from eagle3_jax.modules import Structure, take_apart
+from eagle3_jax.ops.bits import pack_bits
 
 
 class TargetRows(ProbedRows):

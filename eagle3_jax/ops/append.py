@@ -41,7 +41,7 @@ def append_rows(
     takes = grouped.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) and k.dtype == grouped.dtype
 
     def plain(grouped, cos, sin, norms, k, v, start):
-        q, key, value = split(grouped, (cos, sin), norms, eps)
+        q, key, value = queries_keys_values(grouped, (cos, sin), norms, eps)
         return q, put_rows(k, key, start), put_rows(v, value, start)
 
     def kernel(*arrays, interpret):
@@ -56,7 +56,7 @@ def append_rows(
     return which.run(plain, kernel, arrays, takes=takes)
 
 
-def split(
+def queries_keys_values(
     grouped: jax.Array, rotation: tuple[jax.Array, jax.Array], norms: Norms, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys and values [B, T, K, H], normed and rotated by XLA."""

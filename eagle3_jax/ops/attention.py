@@ -65,8 +65,9 @@ def attend(
       implementation: `"xla"`, the einsum; `"pallas"`, the kernel; `"mosaic"`, its twin for Hopper
         (`mosaic_attention`) where that takes the arguments; `"interpret"`, the kernel as plain
         array operations, on any platform. None: what `use_attention` says, else the kernel
-        in programs for CUDA and the einsum in others. What the kernel does not take (float64,
-        very wide keys: `tree_attention.takes`) is the einsum's in any case. The kernel has no
+        in programs for CUDA and the einsum in others; an installation without a GPU and without
+        jax's plugin for one has the einsum in all. What the kernel does not take (float64, very
+        wide keys: `tree_attention.takes`) is the einsum's in any case. The kernel has no
         derivative.
 
     Raises:

@@ -12,7 +12,8 @@ from jax import lax
 from eagle3_jax.precision import accum_dtype
 
 SCORES = 32 * 2**20
-"""Bytes of scores that exist at once, about."""
+"""Bytes of scores a block is cut to. It may hold more: four times as much is left uncut, and no
+block has fewer than 64 rows, however many sequences and heads there are."""
 
 
 def rows_of_a_block(q: jax.Array) -> int:

@@ -4,10 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from eagle3_jax.ops.kernel_plan import WORD, plan
-from eagle3_jax.ops.tree_attention import Sizes, run
+from eagle3_jax.ops.bits import chain_bits
+from eagle3_jax.ops.kernel_plan import plan
+from eagle3_jax.ops.tree_attention import run
+from eagle3_jax.ops.tree_step import Sizes
 
 ROWS = 64  # of a chunk
 
@@ -36,7 +37,7 @@ def causal_attention(
     chunks = -(-T // ROWS)
     rows = min(T, ROWS)
     q = jnp.pad(q, ((0, 0), (0, chunks * rows - T), (0, 0), (0, 0)))
-    bits = _chain(rows)
+    bits = chain_bits(rows)
     sizes = Sizes(
         rows, N // K, T, bits.shape[1], H, value, v is None, scale, softcap, window, chunks
     )
@@ -60,10 +61,3 @@ def causal_attention(
         inputs.append(sinks)
     out = run(sizes, cut, inputs, sinks, interpret)
     return out.reshape(B, chunks * rows, N, value)[:, :T]
-
-
-def _chain(rows: int) -> np.ndarray:
-    """[rows, words] uint32: row i has bits 0..i."""
-    words = -(-rows // WORD)
-    seen = [((1 << (i + 1)) - 1) for i in range(rows)]
-    return np.array([[x >> (WORD * w) & 0xFFFFFFFF for w in range(words)] for x in seen], np.uint32)

@@ -35,14 +35,18 @@ def keep_rows(
         alike = [i for i, x in enumerate(buffers) if (x.shape, x.dtype) == (shape, dtype)]
         if 0 in shape:
             continue
-        tile = power(path.shape[1]) * _columns(shape[-1]) * dtype.itemsize
-        most = max(1, min(MOST, HELD // tile))
+        most = buffers_at_once(path.shape[1], shape[-1], dtype.itemsize)
         for first in range(0, len(alike), most):
             some = alike[first : first + most]
             moved = _keep([buffers[i] for i in some], path, start)
             for i, buffer in zip(some, moved, strict=True):
                 found[i] = buffer
     return found
+
+
+def buffers_at_once(rows: int, width: int, itemsize: int) -> int:
+    """How many buffers alike one launch takes, of a path of `rows` and heads `width` wide."""
+    return max(1, min(MOST, HELD // (power(rows) * _columns(width) * itemsize)))
 
 
 def _keep(buffers: list[jax.Array], path: jax.Array, start: jax.Array) -> Sequence[jax.Array]:

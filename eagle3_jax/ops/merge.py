@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from eagle3_jax.ops.kernel_plan import power
 from eagle3_jax.ops.pallas_backend import call, load, store
 
 LOG2E = math.log2(math.e)
@@ -26,10 +27,16 @@ def merge(
     """Adds up the splits in float32; zeros where none saw anything.
 
     One kernel: XLA makes three of these few lines, which at batch 1 is two launches a layer more.
+
+    Raises:
+      ValueError: 2**31 results or more, which the kernel could not count in int32. (Several splits
+        are for small batches: `kernel_plan.plan` asks for a few million at most.)
     """
     splits, *shape, heads, width = o.shape
     rows = math.prod(shape) * heads
-    padded = 1 << (splits - 1).bit_length()
+    if rows * width >= 2**31:
+        raise ValueError(f"{rows} rows of {width} are more results than int32 counts")
+    padded = power(splits)
     columns = max(16, TILE // padded)
     flat = [o.reshape(splits, rows * width), m.reshape(splits, rows), total.reshape(splits, rows)]
     if sinks is not None:

@@ -4,6 +4,9 @@ The algorithm of `tree_attention`, written a second time for the backend that ja
 choice (`use_attention("mosaic")`), not the default: it compiles for an H200 with both jax lines and
 nobody has run it on a card. Its matrix products take 64 query rows, so fewer are padded; queries
 are folded and results unfolded by XLA, two launches more than the Triton kernel has.
+
+TMA copies tiles of 8 slots, so the tree's part starts at the tile its first node is in: up to 7
+committed slots, which every row sees, stand before the nodes.
 """
 
 import functools
@@ -12,15 +15,17 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from eagle3_jax.ops.kernel_plan import MULTIPROCESSORS
 from eagle3_jax.ops.merge import LOG2E, merge
-from eagle3_jax.ops.tree_attention import NOTHING
+from eagle3_jax.ops.tree_step import NOTHING
 
 ROWS, KEYS = 64, 64  # of one matrix product; keys are two words of the tree
+TILE = 8  # slots: where a copy may start
 WIDTHS = (64, 128, 256)
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -55,15 +60,19 @@ def mosaic_attention(
     pad = blocks * ROWS - rows
     folded = jnp.pad(folded, ((0, 0), (0, 0), (0, pad), (0, 0)))
     words = jnp.repeat(ancestors.swapaxes(1, 2), G, axis=2)
-    words = jnp.pad(words, ((0, 0), (0, words.shape[1] % 2), (0, pad)))
+    words = jnp.pad(words, ((0, 0), (0, 0), (0, pad)))
+    # Ones before the first word: committed slots are seen. A step loads its two words and the one
+    # below, which the slots ahead of the tree push up into them.
+    words = jnp.pad(words, ((0, 0), (1, 0), (0, 0)), constant_values=np.uint32(0xFFFFFFFF))
+    words = jnp.pad(words, ((0, 0), (0, 2 - ancestors.shape[2] % 2), (0, 0)))
     splits = MULTIPROCESSORS // (B * K * blocks)
     splits = max(1, min(splits, -(-S // max(KEYS, 2 * ROWS)) + 1))
     stages = 2 if H == 256 else 4
     shape = (splits, B, K, blocks * ROWS)
     sums = jax.ShapeDtypeStruct(shape, jnp.float32)
-    tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    tiles = plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128)
     o, m, total = plgpu.kernel(
-        _kernel(S, H, words.shape[1] // 2, splits, stages, scale, softcap),
+        _kernel(S, H, ancestors.shape[2], splits, stages, scale, softcap),
         out_type=[jax.ShapeDtypeStruct((*shape, H), jnp.float32), sums, sums],
         grid=(blocks, K, B, splits),
         grid_names=("block", "head", "batch", "part"),
@@ -84,7 +93,7 @@ def mosaic_attention(
 def _kernel(
     slots: int,
     width: int,
-    pairs: int,
+    words: int,
     splits: int,
     stages: int,
     scale: float,
@@ -97,10 +106,13 @@ def _kernel(
         block, head, batch, part = map(lax.axis_index, ("block", "head", "batch", "part"))
         rows = pl.ds(block * ROWS, ROWS)
         length = lengths_ref[batch]
-        low, prefix, count = _share(slots, pairs, splits, part, length)
+        ahead = length & (TILE - 1)  # committed slots in the tile of the first node
+        start = length - ahead
+        end = jnp.minimum(length + 32 * words, slots)
+        low, prefix, count = _share(start, end, splits, part)
 
         def fetch(i: jax.Array) -> None:
-            first = jnp.where(i < prefix, (low + i) * KEYS, length + (i - prefix) * KEYS)
+            first = jnp.where(i < prefix, (low + i) * KEYS, start + (i - prefix) * KEYS)
             slot = lax.rem(i, jnp.int32(stages))
             where = (batch, pl.ds(first, KEYS), head)
             plgpu.copy_gmem_to_smem(k_ref.at[where], k_smem.at[slot], k_here.at[slot])
@@ -137,15 +149,21 @@ def _kernel(
             return acc, top, total
 
         def in_prefix(i, column):
-            return column < length - (low + i) * KEYS
+            return column < start - (low + i) * KEYS
 
         def in_tree(i, column):
             pair = i - prefix
-            here, next_ = (_load(words_ref, (batch, 2 * pair + n, rows)) for n in (0, 1))
-            bits = jnp.where(column < 32, _wide(here, KEYS), _wide(next_, KEYS))
+            # The 64 bits that end `ahead` bits before the second of these words does.
+            below, here, next_ = (_load(words_ref, (batch, 2 * pair + n, rows)) for n in range(3))
+            shift = ahead.astype(jnp.uint32)
+            bits = jnp.where(
+                column < 32,
+                _wide(_shifted(below, here, shift), KEYS),
+                _wide(_shifted(here, next_, shift), KEYS),
+            )
             bits = lax.shift_right_logical(bits, (column & 31).astype(jnp.uint32))
             named = (bits & jnp.uint32(1)) == jnp.uint32(1)
-            return named & (column < slots - length - pair * KEYS)
+            return named & (column < end - start - pair * KEYS)
 
         plgpu.copy_gmem_to_smem(q_ref.at[batch, head, rows], q_smem, q_here)
         for i in range(stages):
@@ -165,12 +183,10 @@ def _kernel(
 
 
 def _share(
-    slots: int, pairs: int, splits: int, part: jax.Array, length: jax.Array
+    start: jax.Array, end: jax.Array, splits: int, part: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The first prefix step of this program, how many it takes, and how many with the tree's."""
-    steps = lax.div(length + (KEYS - 1), jnp.int32(KEYS))
-    left = lax.div(jnp.maximum(slots - length, 0) + (KEYS - 1), jnp.int32(KEYS))
-    tree = jnp.minimum(jnp.int32(pairs), left)
+    steps, tree = _steps(start), _steps(jnp.maximum(end - start, 0))
     if splits == 1:
         return jnp.int32(0), steps, steps + tree
     share = lax.div(steps + (splits - 2), jnp.int32(splits - 1))
@@ -179,6 +195,22 @@ def _share(
     last = part == splits - 1
     prefix = jnp.where(last, 0, prefix)
     return low, prefix, prefix + jnp.where(last, tree, 0)
+
+
+def _steps(slots: jax.Array) -> jax.Array:
+    return lax.div(slots + (KEYS - 1), jnp.int32(KEYS))
+
+
+def _shifted(below: jax.Array, word: jax.Array, by: jax.Array) -> jax.Array:
+    """`word` moved up by fewer than 32 bits, those of the word below it first."""
+    # In two steps: a shift by 32 is not defined.
+    carried = lax.shift_right_logical(below, jnp.uint32(1))
+    carried = lax.shift_right_logical(carried, _each(jnp.uint32(31) - by))
+    return lax.shift_left(word, _each(by)) | carried
+
+
+def _each(x: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(x, (ROWS,), ())
 
 
 def _wide(x: jax.Array, columns: int) -> jax.Array:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 Axes = tuple[str | None, str | None]
@@ -16,15 +16,18 @@ def axes_for(sequences: int, kv_heads: int) -> Axes:
 
     An axis that does not divide its dimension is left out: those devices do the same work.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and mesh.shape[name] > 1
+    sizes = {
+        name: size for name, size in auto_axes(jax.sharding.get_abstract_mesh()).items() if size > 1
     }
-    data = "data" if "data" in auto and sequences % mesh.shape["data"] == 0 else None
-    model = "model" if "model" in auto and kv_heads % mesh.shape["model"] == 0 else None
+    data = "data" if "data" in sizes and sequences % sizes["data"] == 0 else None
+    model = "model" if "model" in sizes and kv_heads % sizes["model"] == 0 else None
     return data, model
+
+
+def auto_axes(mesh: AbstractMesh) -> dict[str, int]:
+    """The axes XLA's partitioner may split over, and their sizes: those of type Auto."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto}
 
 
 def over_mesh(

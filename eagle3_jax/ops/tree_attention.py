@@ -5,7 +5,6 @@ head, walks over the slots it has to see, and keeps their softmax as it goes (Fl
 2023; splits as in Flash-Decoding). `ops.attention.attend` has the semantics and is the oracle.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -15,36 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from eagle3_jax.ops.kernel_plan import WORD, Plan, pieces, plan
-from eagle3_jax.ops.merge import LOG2E, load_sink, merge, normalised
+from eagle3_jax.ops.merge import load_sink, merge, normalised
 from eagle3_jax.ops.pallas_backend import call, load, store
-
-NOTHING = float(jnp.finfo(jnp.float32).min)  # the largest score of a row that saw none
+from eagle3_jax.ops.tree_step import NOTHING, Sizes, Step, bits_of, columns, iota
 
 WIDEST, WIDEST_FLOAT32 = 576, 256  # key widths; 576 is DeepSeek's latent and rotary key
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What a kernel is compiled for, beside its plan.
-
-    Attributes:
-      nodes, group: T and G, folded into rows. words: of ancestors, a row.
-      key, value: widths. shared: values are the first elements of the keys.
-      window: positions a row sees, None for all.
-      chunks: sequences of rows, one after the other, that share one cache.
-    """
-
-    nodes: int
-    group: int
-    slots: int
-    words: int
-    key: int
-    value: int
-    shared: bool
-    scale: float
-    softcap: float | None
-    window: int | None
-    chunks: int = 1
 
 
 def takes(q: jax.Array, k: jax.Array) -> bool:
@@ -164,14 +138,14 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
 
     def tree_attention_kernel(*refs):
         ref = dict(zip(names, refs, strict=True))
-        row = pl.program_id(0) * cut.rows + _iota(cut.rows)
+        row = pl.program_id(0) * cut.rows + iota(cut.rows)
         node, head = lax.div(row, jnp.int32(s.group)), lax.rem(row, jnp.int32(s.group))
         real = row < s.nodes * s.group
-        block = _Block(s, ref, node, real)
+        step = Step(s, ref, node, real)
         queries = tuple(
             load(
-                ref["q"].at[node[:, None], head[:, None], _columns(start, size)],
-                mask=real[:, None] & (_columns(start, size) < s.key),
+                ref["q"].at[node[:, None], head[:, None], columns(start, size)],
+                mask=real[:, None] & (columns(start, size) < s.key),
                 other=0.0,
             )
             for start, size in pieces(s.key)
@@ -181,16 +155,16 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
         low, high, words = _share(s, cut, first, length)
 
         def prefix(i, state):
-            slot = first + i * cut.keys + _iota(cut.keys)
+            slot = first + i * cut.keys + iota(cut.keys)
             inside = slot < jnp.minimum(length, s.slots)
-            return block.step(queries, slot, inside, inside[None, :], state)
+            return step(queries, slot, inside, inside[None, :], state)
 
         def tree(w, state):
-            slot = length + w * WORD + _iota(WORD)
+            slot = length + w * WORD + iota(WORD)
             inside = slot < s.slots
             word = load(ref["ancestors"].at[node, w], mask=real, other=jnp.uint32(0))
-            named = _bits(word) & inside[None, :]
-            return block.step(queries, slot, inside, named, state)
+            named = bits_of(word) & inside[None, :]
+            return step(queries, slot, inside, named, state)
 
         state = (
             jnp.full((cut.rows,), NOTHING, jnp.float32),
@@ -206,7 +180,7 @@ def _kernel(sizes: Sizes, cut: Plan, names: tuple[str, ...]) -> Callable:
             store(ref["m"].at[node, head], m, mask=real)
             store(ref["total"].at[node, head], total, mask=real)
         for (start, size), piece in zip(pieces(s.value), o, strict=True):
-            column = _columns(start, size)
+            column = columns(start, size)
             mask = real[:, None] & (column < s.value)
             out = ref["o"].at[node[:, None], head[:, None], column]
             store(out, piece.astype(ref["o"].dtype), mask=mask)
@@ -229,14 +203,6 @@ def _share(
     return low, jnp.minimum(low + share, steps), jnp.where(part == cut.splits - 1, words, 0)
 
 
-def _bits(word: jax.Array) -> jax.Array:
-    """[rows] uint32 -> [rows, 32] bool."""
-    shape = (word.shape[0], WORD)
-    shift = jnp.broadcast_to(_iota(WORD).astype(jnp.uint32)[None, :], shape)
-    shifted = lax.shift_right_logical(jnp.broadcast_to(word[:, None], shape), shift)
-    return (shifted & jnp.uint32(1)) == 1
-
-
 def _alone(
     m: jax.Array, total: jax.Array, o: list[jax.Array], sink: jax.Array | None
 ) -> list[jax.Array]:
@@ -247,73 +213,3 @@ def _alone(
     shrink = jnp.exp2(m - top)[:, None]
     total = total[:, None] * shrink
     return [normalised(x * shrink, total, top[:, None], sink[:, None]) for x in o]
-
-
-class _Block:
-    """One step over a few slots: scores, running softmax, weighted values."""
-
-    def __init__(self, sizes: Sizes, ref: dict, node: jax.Array, real: jax.Array):
-        self.sizes = sizes
-        self.ref = ref
-        if sizes.window is not None:
-            self.at = load(ref["at"].at[node], mask=real, other=jnp.int32(0))
-
-    def step(
-        self,
-        queries: tuple[jax.Array, ...],  # [rows, size] of each piece
-        slot: jax.Array,  # [keys]
-        inside: jax.Array,  # [keys] bool, slots there are
-        seen: jax.Array,  # [rows or 1, keys] bool
-        state: tuple[jax.Array, ...],  # m, sums and the pieces of o
-    ) -> tuple[jax.Array, ...]:
-        s, (m, total, *o) = self.sizes, state
-        keys = self._rows("k", s.key, slot, inside)
-        scores = sum(_dot(a, b, 1) for a, b in zip(queries, keys, strict=True))
-        if s.softcap is None:
-            scores = scores * (s.scale * LOG2E)
-        else:
-            scores = jnp.tanh(scores * (s.scale / s.softcap)) * (s.softcap * LOG2E)
-        if s.window is not None:
-            key_at = load(self.ref["key_at"].at[slot], mask=inside, other=jnp.int32(0))
-            seen = seen & (self.at[:, None] - key_at[None, :] < s.window)
-        scores = jnp.where(seen, scores, -jnp.inf)
-        top = jnp.maximum(m, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - top[:, None])
-        shrink = jnp.exp2(m - top)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        if s.shared and pieces(s.value) == pieces(s.key)[: len(pieces(s.value))]:
-            values = keys
-        else:
-            values = self._rows("k" if s.shared else "v", s.value, slot, inside)
-        weights = weights.astype(values[0].dtype)
-        o = [a * shrink[:, None] + _dot(weights, b, 0) for a, b in zip(o, values, strict=False)]
-        return (top, total, *o)
-
-    def _rows(self, name: str, width: int, slot: jax.Array, inside: jax.Array) -> list[jax.Array]:
-        return [
-            load(
-                self.ref[name].at[slot[:, None], _columns(start, size)],
-                mask=inside[:, None] & (_columns(start, size) < width),
-                other=0.0,
-            )
-            for start, size in pieces(width)
-        ]
-
-
-def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Sums over a's axis 1 and b's `axis`, in float32, without TF32."""
-    return lax.dot_general(
-        a,
-        b,
-        (((1,), (axis,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _iota(size: int) -> jax.Array:
-    return lax.iota(jnp.int32, size)
-
-
-def _columns(start: int, size: int) -> jax.Array:
-    return (start + _iota(size))[None, :]

@@ -18,10 +18,9 @@ def use_attention(implementation: Implementation | None) -> contextlib.AbstractC
     """`with use_attention("xla"):` says what attention inside runs by, in this thread.
 
     What stands around it goes by the same word: the rotation, the writes to the cache (for
-    `"mosaic"` the kernels of Pallas's Triton backend, as for what it does not take). `"mosaic"` is
-    there to be compiled and finished: its drafted slots are wrong unless lengths are multiples of 8
-    (docs/gpu.md). The choice
-    is part of the key of every `jax.jit` cache: no program of another one is reused.
+    `"mosaic"` the kernels of Pallas's Triton backend, as for what it does not take). `"mosaic"` was
+    compiled, emulated and never run on a card (docs/gpu.md). The choice is part of the key of every
+    `jax.jit` cache: no program of another one is reused.
 
     Raises:
       ValueError: an unknown name.
@@ -70,7 +69,8 @@ def run(
     takes: bool,
     implementation: Implementation | None = None,
 ) -> Any:
-    """One of two functions of `arrays`; of None, the kernel in programs for CUDA.
+    """One of two functions of `arrays`; of None, the kernel in programs for CUDA, if this
+    installation can compile one (a GPU, or jax's plugin for it), else the plain one.
 
     Args:
       kernel: takes `interpret` besides.

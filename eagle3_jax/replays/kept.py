@@ -13,8 +13,9 @@ import numpy as np
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import TreeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
-from eagle3_jax.layers import Rows, chain_bits
+from eagle3_jax.layers import Rows
 from eagle3_jax.modules import Structure, take_apart
+from eagle3_jax.ops.bits import chain_bits
 from eagle3_jax.record import RecordSequence
 from eagle3_jax.replays.bin import BinReplay, Runner
 from eagle3_jax.replays.rows import Part, Run, committed_rows
