@@ -132,9 +132,8 @@ def diagnose(
     )
     search, base = trial.search, trial.base
     ranked = search.best(base)
-    shuffled = dataclasses.replace(base, rows="shuffled")
     finalists = list(dict.fromkeys((base, *ranked[:SHOWN])))
-    search.scores([*finalists, shuffled], search.many)  # side by side
+    search.scores([*finalists, trial.shuffled], search.many)  # side by side
     judge = Judge(search, base)
     best, needed = _winner(trial, judge, finalists)
     served = _under_tree(trial, judge, best) if trial.drafted else _as_chains(trial, judge, best)
@@ -146,7 +145,7 @@ def diagnose(
         configured=judge.candidate(base),
         best=judge.candidate(served.best),
         table=table,
-        shuffled=judge.candidate(shuffled),
+        shuffled=judge.candidate(trial.shuffled),
         tried=len(search.tried),
         needed=needed,
         rounds=len(search.many.chains),
@@ -233,11 +232,10 @@ def _conclusion(
         return ("wiring_differs" if equal else "undecided"), None
     if verdict not in ("no_wiring_fits", "undecided", "not_matched"):
         return verdict, None
-    shuffled = dataclasses.replace(base, rows="shuffled")
     search = trial.search
     learned = learn(
         judge.rows(base),
-        judge.rows(shuffled),
+        judge.rows(trial.shuffled),
         search.tokens(search.many)[0],
         trial.material.targets,
     )

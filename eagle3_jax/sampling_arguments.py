@@ -68,7 +68,7 @@ def sampling_of(args: argparse.Namespace) -> tuple[SamplingConfig | None, Accept
 def _bias(text: str) -> tuple[tuple[str, Any], ...]:
     """The pairs of a JSON object as written, which `SamplingConfig` checks one by one."""
     found = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text, object_pairs_hook=tuple)
     if not isinstance(found, tuple):
         raise argparse.ArgumentTypeError(

@@ -225,6 +225,8 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     found: dict[int, float] = {}
     for key, value in pairs:
         token = _whole("logit_bias: a token id", key, 0)
+        if token >= 2**31:
+            raise ConfigError(f"logit_bias: a token id is {shorten(token)}, which is no 32-bit id")
         if token in found:
             raise ConfigError(f"logit_bias has token {shorten(token)} twice")
         found[token] = _number(

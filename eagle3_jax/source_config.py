@@ -215,5 +215,6 @@ def shorten(value: Any, limit: int = 80) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
-        text = f"{type(value).__name__} of thousands of digits"
+        holds = "" if isinstance(value, int) else f"{type(value).__name__} with "
+        text = f"{holds}an int too long to write"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -194,7 +194,7 @@ def test_whole_generations_by_the_kernel(case, tiny_target, tiny_draft):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", TRACES)
 def test_whole_generations_by_ancestors(case, tiny_target, tiny_draft):
-    """Draft nodes that see their own path, which SGLang's do not: the same rounds as with the einsum."""
+    """Nodes that see their own path, which SGLang's do not: the same rounds as with the einsum."""
     request = load("traces", case)["single0"]
     arguments = {
         "prompts": [request.prompt, request.prompt[:5]],

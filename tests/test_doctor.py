@@ -437,11 +437,11 @@ def test_a_likelier_wiring_that_accepts_no_more_is_no_cure_and_no_clean_bill(mon
 
 def test_a_winner_that_loses_under_the_tree_is_no_cure(monkeypatch):
     """Chains gain; the trees that are served do not."""
-    s = scripted(Truth(boundaries=(3, 5, 6)))
+    s = scripted(CHANGED["feedback"][0])
     asked = []
 
     def lost(search, base, best, tree, draft):
-        asked.append(best.boundaries)
+        asked.append(best.feedback)
         gain = Paired(0.0, 0.0, 0.0, 0.0) if best == base else Paired(-0.4, -9.0, -0.5, -0.3)
         return UnderTree(tree, "ancestors", 1.5, 1.5 + gain.mean, gain), []
 
@@ -449,11 +449,11 @@ def test_a_winner_that_loses_under_the_tree_is_no_cure(monkeypatch):
     d = check_up(
         s, TRUE, tree=TreeConfig(3, 2, 6), wiring=configured(s.draft(TRUE).config, (2, 4, 5))
     )
-    assert asked == [(3, 5, 6), (2, 4, 5)]
+    assert asked == ["post_norm", "pre_norm"]
     assert d.best.wiring == d.configured.wiring
     assert d.under_tree.gain.mean == 0
-    assert d.verdict != "wiring_differs"
-    assert (3, 5, 6) in [c.wiring.boundaries for c in d.table]
+    assert d.verdict == "as_configured"
+    assert "post_norm" in [c.wiring.feedback for c in d.table]
 
 
 def test_report_and_json_agree():

@@ -128,7 +128,11 @@ class Step:
         found = self.read("positions")
         if found.ndim == 1:
             return found
-        if found.ndim == 2 and len(found) == 3 and bool((found == found[0]).all()):
+        if found.ndim != 2 or len(found) != 3:
+            raise RecordError(
+                f"{self.where}: positions are {list(found.shape)}, expected [rows] or [3, rows]"
+            )
+        if bool((found == found[0]).all()):
             return found[0]
         raise RecordError(
             f"{self.where}: positions are {list(found.shape)}, which differ by axis: an image's do "

@@ -48,6 +48,11 @@ class Trial:
         return self.tree if self.tree is not None and self.tree.topk > 1 else None
 
     @property
+    def shuffled(self) -> Wiring:
+        """The configured wiring with the states of other tokens."""
+        return dataclasses.replace(self.base, rows="shuffled")
+
+    @property
     def tree_is_scored(self) -> bool:
         """Whether the chains are as long as the tree is deep."""
         return self.tree is not None and self.tree.num_steps == self.steps
