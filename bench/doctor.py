@@ -43,6 +43,7 @@ def record(target: str, folder: Path, tokens: int):
 
 
 def main():
+    import jax
     from real_model import DEMO, smollm2_folder
 
     import eagle3_jax
@@ -60,6 +61,7 @@ def main():
         target = eagle3_jax.load_target(place)
         draft = eagle3_jax.load_draft(folder / "D", target=target)
         for start_from, changes in (("as configured", {}), ("wrong", {"boundaries": (8, 20, 12)})):
+            jax.clear_caches()
             start = time.perf_counter()
             diagnosis = diagnose(
                 found, draft, target.shared(), changes=changes, max_tokens=args.tokens

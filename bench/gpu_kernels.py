@@ -126,6 +126,7 @@ def compile_kernel(case: KernelCase) -> Row:
         budget=KERNEL_BUDGET,
         donated=0,
         prompt=S if case.prefill else None,
+        tma=case.mosaic,
     )
     return look(str(case), made, wanted)
 

@@ -26,6 +26,7 @@ class Expected:
       batch, slots: a mask has more than batch x slots elements.
       budget: bytes of temporaries. donated: arrays of the state, each to be overwritten in place.
       prompt: tokens of a prefill, of which no array may be the square.
+      tma: whether the kernel copies by TMA, from the first row of a tile each time.
     """
 
     kernel: str
@@ -37,6 +38,7 @@ class Expected:
     budget: int
     donated: int
     prompt: int | None = None
+    tma: bool = False
     others: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -98,6 +100,7 @@ def examine(
     faults = [
         *kernel_faults(kernels, launches),
         *(Fault("TILES", f"{k.name}: {k.within_tiles} copies") for k in mine if k.within_tiles),
+        *(Fault("TILES", f"{k.name}: no copy by TMA") for k in mine if expected.tma and not k.tma),
         *(Fault("COPY", text) for text in copied),
         *(Fault("MASK", text) for text in masks(module, expected)),
         *(Fault("HOST", text) for text in host_calls(module)),

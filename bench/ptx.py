@@ -18,7 +18,7 @@ class Kernel:
     """One entry function, as assembled.
 
     Attributes:
-      within_tiles: TMA copies not known to start at the first row of a tile.
+      tma: copies by TMA. within_tiles: those not known to start at the first row of a tile.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Kernel:
     spill_stores: int
     spill_loads: int
     shared: int
+    tma: int = 0
     within_tiles: int = 0
 
     @property
@@ -60,13 +61,14 @@ def assemble(path: Path) -> list[Kernel]:
         raise RuntimeError(f"{path.name}: {done.stderr.strip()[:400]}")
     text = path.read_text()
     return [
-        dataclasses.replace(kernel, within_tiles=within_tiles(text, kernel.name))
+        dataclasses.replace(kernel, **tma_copies(text, kernel.name))
         for kernel in parse(done.stderr)
     ]
 
 
-def within_tiles(text: str, kernel: str) -> int:
-    """TMA copies of one kernel whose row within a tile, the second coordinate, is not plain 0.
+def tma_copies(text: str, kernel: str) -> dict[str, int]:
+    """`tma`, the copies by TMA of one kernel, and `within_tiles`: those whose row within a tile,
+    the second coordinate, is not plain 0.
 
     The rest of such a tile would arrive as zeros.
 
@@ -77,14 +79,15 @@ def within_tiles(text: str, kernel: str) -> int:
     if not named:
         raise ValueError(f"no kernel {kernel} in this PTX")
     body = rest.partition(".entry ")[0]
+    copies = re.findall(r"cp\.async\.bulk\.tensor.*\{([^}]*)\}", body)
     found = 0
-    for coordinates in re.findall(r"cp\.async\.bulk\.tensor.*\{([^}]*)\}", body):
+    for coordinates in copies:
         row = coordinates.split(",")[1].strip()
         values = re.findall(
             rf"^\s*(?:@\S+\s+)?(\S+)\s+{re.escape(row)},\s*(.*);", body, re.MULTILINE
         )
         found += row != "0" and set(values) != {("mov.b32", "0")}
-    return found
+    return {"tma": len(copies), "within_tiles": found}
 
 
 @functools.cache

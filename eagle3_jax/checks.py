@@ -7,6 +7,7 @@ import numpy as np
 
 from eagle3_jax.config import Boundary, ConfigError, TargetConfig, TreeConfig, whole_number
 from eagle3_jax.draft import Eagle3Draft
+from eagle3_jax.source_config import shorten
 from eagle3_jax.targets.base import Target
 from eagle3_jax.tokenizer import Tokenizer
 from eagle3_jax.tree import DRAFT_ATTENTIONS, DraftAttention
@@ -87,7 +88,7 @@ def check_models(target: object, draft: object, tree: object):
     if not isinstance(draft, Eagle3Draft):
         raise ConfigError(f"draft is a {type(draft).__name__}, expected what load_draft returns")
     if not isinstance(tree, TreeConfig):
-        raise ConfigError(f"tree is {tree!r}, expected a TreeConfig")
+        raise ConfigError(f"tree is {shorten(tree)}, expected a TreeConfig")
 
 
 def check_stop_ids(ids: object) -> tuple[int, ...]:
@@ -97,15 +98,19 @@ def check_stop_ids(ids: object) -> tuple[int, ...]:
       ConfigError: no sequence of whole numbers, or one that is no 32-bit id.
     """
     if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise ConfigError(f"stop_token_ids is {ids!r}, expected a sequence of ids, () or None")
+        raise ConfigError(
+            f"stop_token_ids is {shorten(ids)}, expected a sequence of ids, () or None"
+        )
     checked = []
     for value in ids:
         try:
             checked.append(whole_number(value, "an id"))
         except ConfigError:
-            raise ConfigError(f"stop_token_ids has {value!r}, expected whole numbers") from None
+            raise ConfigError(
+                f"stop_token_ids has {shorten(value)}, expected whole numbers"
+            ) from None
         if checked[-1] not in INT32:
-            raise ConfigError(f"stop_token_ids has {value!r}, which is no 32-bit id")
+            raise ConfigError(f"stop_token_ids has {shorten(value)}, which is no 32-bit id")
     return tuple(checked)
 
 
@@ -113,7 +118,7 @@ def check_draft_attention(draft: Eagle3Draft, asked: str | None) -> DraftAttenti
     """The mode asked for, else the draft's own."""
     mode = draft.draft_attention if asked is None else asked
     if mode not in DRAFT_ATTENTIONS:
-        raise ConfigError(f"draft_attention is {mode!r}, expected one of {DRAFT_ATTENTIONS}")
+        raise ConfigError(f"draft_attention is {shorten(mode)}, expected one of {DRAFT_ATTENTIONS}")
     return mode  # type: ignore[return-value]
 
 

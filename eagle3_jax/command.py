@@ -18,6 +18,8 @@ from eagle3_jax.files.shards import FileError
 from eagle3_jax.findings import ConvertError
 from eagle3_jax.record import RecordError
 
+LONGEST = 400
+"""Characters of a usage error."""
 BROKEN_PIPE = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
 
 CODES: dict[type[ValueError], str] = {
@@ -35,7 +37,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of printing the usage."""
+        """Raises instead of printing the usage; a value of thousands of characters is cut."""
+        message = message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
         raise ConvertError("USAGE", f"{message} ({self.prog} --help)")
 
 

@@ -20,6 +20,7 @@ from eagle3_jax.draft_config import (
     default_boundaries,
 )
 from eagle3_jax.sampling_config import AcceptRule, SamplingConfig
+from eagle3_jax.source_config import shorten
 
 __all__ = [
     "DEFAULT_BOUNDARIES",
@@ -54,7 +55,7 @@ def whole_number(value: Any, what: str) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise ConfigError(f"{what} is {value!r}, expected a positive integer") from None
+        raise ConfigError(f"{what} is {shorten(value)}, expected a positive integer") from None
 
 
 @dataclasses.dataclass(frozen=True)

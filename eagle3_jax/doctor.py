@@ -6,23 +6,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from eagle3_jax.config import ConfigError, RopeConfig, TreeConfig, default_boundaries
+from eagle3_jax.config import RopeConfig, TreeConfig
 from eagle3_jax.draft import Eagle3Draft, Shared
-from eagle3_jax.record import Record, RecordError
-from eagle3_jax.records.checks import check_fits
+from eagle3_jax.record import Record
 from eagle3_jax.wirings import engine
-from eagle3_jax.wirings.candidates import singles
-from eagle3_jax.wirings.explain import SHOWN, engine_steps, engine_tree, explain, explain_tree
+from eagle3_jax.wirings.explain import SHOWN, explain, explain_tree
 from eagle3_jax.wirings.judge import Candidate, Judge
 from eagle3_jax.wirings.learned import LearnedMap, learn
-from eagle3_jax.wirings.material import Material
 from eagle3_jax.wirings.not_tried import not_tried
-from eagle3_jax.wirings.pack import pack
-from eagle3_jax.wirings.search import Search
 from eagle3_jax.wirings.stats import threshold
 from eagle3_jax.wirings.trees import UnderTree, rival, under_tree
+from eagle3_jax.wirings.trial import Trial, prepare
 from eagle3_jax.wirings.undecided import undecided
-from eagle3_jax.wirings.wiring import Wiring, configured
+from eagle3_jax.wirings.wiring import Wiring
 
 Verdict = Literal[
     "as_configured",
@@ -119,97 +115,131 @@ def diagnose(
         tree's, topk exceeds the draft's vocabulary, or a
         rope's sections do not share the head.
     """
-    check_fits(record, draft.config)
-    _check_tree(draft, tree, num_steps)
-    tree = tree or engine_tree(record)
-    steps = num_steps or (tree.num_steps if tree else None) or engine_steps(record) or 3
-    packed = pack(record, steps=steps, max_tokens=max_tokens)
-    material = Material(packed, record.boundaries, draft, shared, extra or {}, side_map, rotation)
-    base = wiring or _configured(record, draft)
-    base = dataclasses.replace(base, **(changes or {}))
-    stated = None
-    if any(b not in record.boundaries for b in base.boundaries):
-        stated, base = base, _recorded(record, base)
-    _check(material, base)
-    ropes = [base.rope, *([target_rope] if target_rope else [])]
-    for rope in ropes:
-        rope.check_sections(draft.config.attention().rotary_dim)
-    if any(rope.kind == "dynamic" for rope in ropes):
-        material.form = dataclasses.replace(material.form, dynamic=True)
-
-    def options(one: Wiring) -> list[Wiring]:
-        return singles(material, one, num_layers=record.num_layers, target_rope=target_rope)
-
-    search = Search(material, options, say)
+    trial = prepare(
+        record,
+        draft,
+        shared,
+        wiring=wiring,
+        changes=changes or {},
+        extra=extra or {},
+        side_map=side_map,
+        rotation=rotation,
+        target_rope=target_rope,
+        num_steps=num_steps,
+        tree=tree,
+        max_tokens=max_tokens,
+        say=say,
+    )
+    search, base = trial.search, trial.base
     ranked = search.best(base)
-    shuffled = dataclasses.replace(base, rows="shuffled")
     finalists = list(dict.fromkeys((base, *ranked[:SHOWN])))
-    search.scores([*finalists, shuffled], search.many)  # side by side
+    search.scores([*finalists, trial.shuffled], search.many)  # side by side
     judge = Judge(search, base)
-    best = judge.best(finalists)
-    best = base if best == base else search.settled(best, base)
-    needed = threshold(len(search.tried))
-    winner = judge.candidate(best)
-    drafted = tree if tree is not None and tree.topk > 1 else None
-    if not (winner.z >= needed and winner.gain.low > 0 and judge.uses_states(best)):
-        best = base
-        if drafted is not None and drafted.num_steps == steps:
-            best = rival(judge, finalists, drafted, draft, needed)
-        winner = judge.candidate(best)
-    agreements, explained, under, rejected = [], None, None, None
-    if drafted is not None:
-        if drafted.num_steps == steps:
-            under, agreements = under_tree(search, base, best, drafted, draft)
-        if under is not None and under.gain.high < 0:  # chains gain, the trees that are served lose
-            under, agreements = under_tree(search, base, base, drafted, draft)
-            rejected, best, winner = best, base, judge.candidate(base)
-        if best == base and stated is None and not changes and wiring is None:
-            agreements = explain_tree(packed, record, draft, shared, drafted)
-    else:
-        agreements, explained = explain(search, best, base, options)
-    if explained is not None and judge.candidate(explained).gain.low > 0:
-        # every round of the engine as well: no luck explains that
-        best, winner = explained, judge.candidate(explained)
-        agreements, explained = explain(search, best, base, options)
-    table = [judge.candidate(w) for w in dict.fromkeys((base, best, *finalists))]
-    chance = judge.candidate(shuffled)
-    length = under.configured if under is not None else judge.candidate(base).accept_length
-    verdict = _verdict(judge, base, best, agreements, length)
-    likelier = [c for c in table if c.z >= needed and c.gain.high > 0 and c.wiring != rejected]
-    if verdict == "as_configured" and likelier:
-        verdict = "undecided"
-    if stated is not None:
-        if not judge.uses_states(best):
-            material.index(next(b for b in stated.boundaries if b not in record.boundaries))
-        served = bool(agreements) and agreements[0].equal
-        verdict = "wiring_differs" if served else "undecided"
-    learned = None
-    if verdict in ("no_wiring_fits", "undecided", "not_matched") and stated is None:
-        learned = learn(
-            judge.rows(base), judge.rows(shuffled), search.tokens(search.many)[0], material.targets
-        )
-        verdict = "vocab_differs" if learned.clear else verdict
+    best, needed = _winner(trial, judge, finalists)
+    served = _under_tree(trial, judge, best) if trial.drafted else _as_chains(trial, judge, best)
+    table = [judge.candidate(w) for w in dict.fromkeys((base, served.best, *finalists))]
+    verdict, learned = _conclusion(trial, judge, served, table, needed)
+    agreements = served.agreements
     return Diagnosis(
         verdict=verdict,
         configured=judge.candidate(base),
-        best=winner,
+        best=judge.candidate(served.best),
         table=table,
-        shuffled=chance,
+        shuffled=judge.candidate(trial.shuffled),
         tried=len(search.tried),
         needed=needed,
         rounds=len(search.many.chains),
-        pinned=packed.pinned,
-        tree=tree if tree is not None and tree.num_steps == steps else TreeConfig(steps),
+        pinned=trial.packed.pinned,
+        tree=trial.tree if trial.tree and trial.tree_is_scored else TreeConfig(trial.steps),
         agreements=agreements,
         explained=agreements[0].name if agreements and agreements[0].equal else None,
-        undecided=undecided(search, record, base, best, options),
-        norms=_norms(material),
-        not_tried=not_tried(material, base),
+        undecided=undecided(search, record, base, served.best, trial.options),
+        norms=trial.norms(),
+        not_tried=not_tried(trial.material, base),
         learned=learned,
-        under_tree=under,
-        stated=stated,
+        under_tree=served.under,
+        stated=trial.stated,
         num_layers=draft.config.num_layers,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """The best wiring under the tree that is served, and how it stands beside the engine.
+
+    `rejected`: gained as chains and lost under the tree.
+    """
+
+    best: Wiring
+    agreements: list[engine.Agreement]
+    under: UnderTree | None = None
+    rejected: Wiring | None = None
+
+
+def _winner(trial: Trial, judge: Judge, finalists: list[Wiring]) -> tuple[Wiring, float]:
+    """The wiring clearly better than the configured one, else that; standard errors it needed."""
+    search, base = trial.search, trial.base
+    best = judge.best(finalists)
+    best = base if best == base else search.settled(best, base)
+    needed = threshold(len(search.tried))
+    found = judge.candidate(best)
+    if found.z >= needed and found.gain.low > 0 and judge.uses_states(best):
+        return best, needed
+    if trial.drafted is not None and trial.tree_is_scored:
+        return rival(judge, finalists, trial.drafted, trial.draft, needed), needed
+    return base, needed
+
+
+def _under_tree(trial: Trial, judge: Judge, best: Wiring) -> _Served:
+    """Chains may gain where the tree that is served loses: then the configured wiring stays."""
+    search, base, tree = trial.search, trial.base, trial.drafted
+    assert tree is not None
+    agreements, under, rejected = [], None, None
+    if trial.tree_is_scored:
+        under, agreements = under_tree(search, base, best, tree, trial.draft)
+        if under.gain.high < 0:
+            under, agreements = under_tree(search, base, base, tree, trial.draft)
+            rejected, best = best, base
+    if best == base and trial.as_stated:
+        agreements = explain_tree(trial.packed, trial.record, trial.draft, trial.shared, tree)
+    return _Served(best, agreements, under, rejected)
+
+
+def _as_chains(trial: Trial, judge: Judge, best: Wiring) -> _Served:
+    """A wiring that gives every round of the engine as well as a gain: no luck explains that."""
+    agreements, other = explain(trial.search, best, trial.base, trial.options)
+    if other is not None and judge.candidate(other).gain.low > 0:
+        agreements, _ = explain(trial.search, other, trial.base, trial.options)
+        return _Served(other, agreements)
+    return _Served(best, agreements)
+
+
+def _conclusion(
+    trial: Trial, judge: Judge, served: _Served, table: list[Candidate], needed: float
+) -> tuple[Verdict, LearnedMap | None]:
+    base, agreements, stated = trial.base, served.agreements, trial.stated
+    length = served.under.configured if served.under else judge.candidate(base).accept_length
+    verdict = _verdict(judge, base, served.best, agreements, length)
+    likelier = [
+        c for c in table if c.z >= needed and c.gain.high > 0 and c.wiring != served.rejected
+    ]
+    if verdict == "as_configured" and likelier:
+        verdict = "undecided"
+    if stated is not None:
+        if not judge.uses_states(served.best):
+            trial.refuse_missing_boundaries()
+        equal = bool(agreements) and agreements[0].equal
+        return ("wiring_differs" if equal else "undecided"), None
+    if verdict not in ("no_wiring_fits", "undecided", "not_matched"):
+        return verdict, None
+    search = trial.search
+    learned = learn(
+        judge.rows(base),
+        judge.rows(trial.shuffled),
+        search.tokens(search.many)[0],
+        trial.material.targets,
+    )
+    return ("vocab_differs" if learned.clear else verdict), learned
 
 
 def _verdict(
@@ -230,69 +260,6 @@ def _verdict(
     if length < WEAK:
         return "not_matched"
     return "not_acceptance" if agreements else "as_configured"
-
-
-def _configured(record: Record, draft: Eagle3Draft) -> Wiring:
-    boundaries = draft.config.aux_boundaries
-    if isinstance(boundaries, str):
-        have = [b for b in record.boundaries if isinstance(b, int)]
-        all_there = sorted(have) == list(range(len(have)))  # then the last is the depth
-        if record.num_layers is None and not all_there:
-            raise RecordError(
-                f"the draft's boundaries are {boundaries} and the record does not know the "
-                "target's depth L: say it with --num-layers when recording"
-            )
-        boundaries = default_boundaries(record.num_layers or max(have))
-    return configured(draft.config, boundaries)
-
-
-def _recorded(record: Record, base: Wiring) -> Wiring:
-    """A wiring of boundaries the record has, as many as `base` reads, the wanted ones kept."""
-    wanted = [b for b in base.boundaries if b in record.boundaries]
-    spare = [b for b in record.boundaries if b not in wanted]
-    if len(record.boundaries) < len(base.boundaries):
-        raise ConfigError(
-            f"the record has boundaries {list(record.boundaries)}, the draft reads "
-            f"{len(base.boundaries)}: {list(base.boundaries)}"
-        )
-    if len(record.boundaries) == len(base.boundaries):
-        return dataclasses.replace(base, boundaries=record.boundaries)
-    filled = (b if b in wanted else spare.pop(0) for b in base.boundaries)
-    return dataclasses.replace(base, boundaries=tuple(filled))
-
-
-def _check_tree(draft: Eagle3Draft, tree: TreeConfig | None, num_steps: int | None):
-    if tree is None:
-        return
-    if num_steps not in (None, tree.num_steps):
-        raise ConfigError(f"num_steps is {num_steps}, the tree's is {tree.num_steps}: give one")
-    if tree.topk > draft.config.draft_vocab_size:
-        raise ConfigError(
-            f"topk={tree.topk} exceeds the draft vocabulary of {draft.config.draft_vocab_size}"
-        )
-
-
-def _check(material: Material, base: Wiring):
-    for boundary in base.boundaries:
-        material.index(boundary)
-    if base.vocab not in material.maps:
-        raise ConfigError(f"vocab {base.vocab!r}: expected one of {', '.join(material.maps)}")
-    for what in ("embed", "head"):
-        if getattr(base, what) not in material.owns(what):
-            raise ConfigError(
-                f"the draft uses the {getattr(base, what)}'s {what}, which is not here: pass "
-                "shared=, or --target"
-            )
-
-
-def _norms(material: Material) -> dict[str, float]:
-    """Root mean square of each boundary's states over the first slots."""
-    high = min(len(material.pack.tokens), 256)
-    found = {}
-    for i, boundary in enumerate(material.boundaries):
-        x = material.pack.states([i], 0, high)
-        found[str(boundary)] = float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
-    return found
 
 
 def gap(train_accuracy: float, replay: float, engine_length: float, num_steps: int = 3) -> str:

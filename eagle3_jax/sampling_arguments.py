@@ -1,12 +1,13 @@
 """The sampling arguments of `eagle3 generate` and `eagle3 speculate`."""
 
 import argparse
+import contextlib
 import json
-import math
 from typing import Any
 
 from eagle3_jax.config import AcceptRule, SamplingConfig
 from eagle3_jax.sampling_config import RULES, accept_rule
+from eagle3_jax.source_config import shorten
 
 RULE_FLAGS = ("sampled_drafts", "block", "threshold_single", "threshold_acc")
 
@@ -64,14 +65,13 @@ def sampling_of(args: argparse.Namespace) -> tuple[SamplingConfig | None, Accept
     return (None, None) if plain else (config, rule)
 
 
-def _bias(text: str) -> dict[int, float]:
-    try:
-        found = json.loads(text)
-        bias = {int(token): float(value) for token, value in found.items()}
-    except (ValueError, AttributeError, TypeError):
+def _bias(text: str) -> tuple[tuple[str, Any], ...]:
+    """The pairs of a JSON object as written, which `SamplingConfig` checks one by one."""
+    found = None
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text, object_pairs_hook=tuple)
+    if not isinstance(found, tuple):
         raise argparse.ArgumentTypeError(
-            f"{text!r}, expected a JSON object of token ids and numbers"
-        ) from None
-    if not all(map(math.isfinite, bias.values())):
-        raise argparse.ArgumentTypeError(f"{text!r}: the numbers must be finite")
-    return bias
+            f"{shorten(text)}, expected a JSON object of token ids and numbers"
+        )
+    return found

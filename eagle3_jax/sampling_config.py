@@ -1,5 +1,6 @@
 """How tokens are sampled and which rule accepts drafted ones: frozen values, checked when built."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from eagle3_jax.attention_config import ConfigError
+from eagle3_jax.source_config import shorten
 
 RuleName = Literal["greedy", "target_only", "rejection"]
 LEAST_TEMPERATURE = 1e-6
@@ -137,7 +139,7 @@ class AcceptRule:
 
     def __post_init__(self):
         if self.name not in RULES:
-            raise ConfigError(f"rule is {self.name!r}, expected one of {', '.join(RULES)}")
+            raise ConfigError(f"rule is {shorten(self.name)}, expected one of {', '.join(RULES)}")
         for name in ("threshold_single", "threshold_acc"):
             value = _number(name, getattr(self, name), 0.0, 1.0)
             object.__setattr__(self, name, value)
@@ -169,7 +171,7 @@ def accept_rule(
     if isinstance(rule, str):
         rule = AcceptRule(rule)  # type: ignore[arg-type]
     if rule is not None and not isinstance(rule, AcceptRule):
-        raise ConfigError(f"rule is {rule!r}, expected a name or an AcceptRule")
+        raise ConfigError(f"rule is {shorten(rule)}, expected a name or an AcceptRule")
     if sampling is None or sampling.greedy:
         if rule is not None and rule.name != "greedy":
             raise ConfigError(
@@ -190,7 +192,7 @@ def accept_rule(
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
     bounds = f"{'(' if above else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ConfigError(f"{name} is {value!r}, expected a number in {bounds}")
+        raise ConfigError(f"{name} is {shorten(value)}, expected a number in {bounds}")
     try:
         number = float(value)
     except OverflowError:
@@ -198,7 +200,7 @@ def _number(name: str, value: Any, low: float, high: float, *, above: bool = Fal
             f"{name} is too large for a float, expected a number in {bounds}"
         ) from None
     if not math.isfinite(number) or number < low or number > high or (above and number == low):
-        raise ConfigError(f"{name} is {value!r}, expected a number in {bounds}")
+        raise ConfigError(f"{name} is {shorten(value)}, expected a number in {bounds}")
     return number
 
 
@@ -208,23 +210,38 @@ def _whole(name: str, value: Any, low: int) -> int:
     except TypeError:
         number = None
     if number is None or number < low:
-        raise ConfigError(f"{name} is {value!r}, expected a whole number of at least {low}")
+        raise ConfigError(f"{name} is {shorten(value)}, expected a whole number of at least {low}")
     return number
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     try:
         pairs = list(given.items() if isinstance(given, Mapping) else given)
-        pairs = [(int(token) if isinstance(token, str) else token, value) for token, value in pairs]
+        pairs = [(_token(token), value) for token, value in pairs]
     except (TypeError, ValueError):
-        raise ConfigError(f"logit_bias is {given!r}, expected {{token id: number}}") from None
+        raise ConfigError(
+            f"logit_bias is {shorten(given)}, expected {{token id: number}}"
+        ) from None
     found: dict[int, float] = {}
     for key, value in pairs:
         token = _whole("logit_bias: a token id", key, 0)
+        if token >= 2**31:
+            raise ConfigError(f"logit_bias: a token id is {shorten(token)}, which is no 32-bit id")
         if token in found:
-            raise ConfigError(f"logit_bias has token {token} twice")
-        found[token] = _number(f"logit_bias of token {token}", value, -MOST_BIAS, MOST_BIAS)
+            raise ConfigError(f"logit_bias has token {shorten(token)} twice")
+        found[token] = _number(
+            f"logit_bias of token {shorten(token)}", value, -MOST_BIAS, MOST_BIAS
+        )
     return tuple(sorted(found.items()))
+
+
+def _token(given: Any) -> Any:
+    """A JSON key as the number it spells; `"1_0"` and `"01"` spell none and stay texts."""
+    number = None
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            number = int(given)
+    return number if number is not None and str(number) == given else given
 
 
 def _seeds(given: Any) -> int | tuple[int, ...]:
@@ -234,7 +251,7 @@ def _seeds(given: Any) -> int | tuple[int, ...]:
     seeds = tuple(_whole("seed", s, 0) for s in (given if many else [given]))
     wrong = next((s for s in seeds if s >= 2**32), None)
     if wrong is not None:
-        raise ConfigError(f"seed is {wrong}, expected at most {2**32 - 1}")
+        raise ConfigError(f"seed is {shorten(wrong)}, expected at most {2**32 - 1}")
     return seeds if many else seeds[0]
 
 

@@ -212,5 +212,9 @@ def _lacks(table: Mapping[str, Any]) -> bool:
 
 def shorten(value: Any, limit: int = 80) -> str:
     """`repr` cut to one short line, for messages about values the user wrote."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        holds = "" if isinstance(value, int) else f"{type(value).__name__} with "
+        text = f"{holds}an int too long to write"
     return text if len(text) <= limit else text[: limit - 3] + "..."

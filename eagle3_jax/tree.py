@@ -67,12 +67,13 @@ def top_probabilities(logits: jax.Array, topk: int) -> tuple[jax.Array, jax.Arra
     """
     if topk == 1:
         ids = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
-        best = jnp.max(logits, axis=-1, keepdims=True)
+        top = best = jnp.max(logits, axis=-1, keepdims=True)
     else:
         best, ids = lax.top_k(logits, topk)
-    # The largest is known: a logsumexp would look for it again. A slice of `best` instead of this
-    # maximum keeps XLA from seeing a top-k in the sort it is lowered to, which is 40 times slower.
-    top = jnp.max(best, axis=-1, keepdims=True)
+        # The barrier keeps this slice apart from the one within top_k: else XLA sees no top-k on a
+        # CPU and sorts, 40 times slower.
+        top = lax.optimization_barrier(best)[..., :1]
+    # The largest is known: a logsumexp would look for it again.
     total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True)) + top
     return jnp.exp(best - total), ids.astype(jnp.int32)
 

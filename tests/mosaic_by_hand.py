@@ -1,7 +1,7 @@
 """What a Mosaic GPU kernel's body does, program by program in NumPy, on a machine without a GPU.
 
-jax's own interpret mode does not know the accumulators `mosaic_attention` uses (`run_state` in jax
-0.10.2, the products themselves in 0.12). Copies arrive at once; that each is waited for exactly
+jax's own interpreter (`mosaic_interpreted`) copies rows, not the tiles TMA does, and that of 0.10.2
+knows no products. Copies arrive at once; that each is waited for exactly
 once, and that no buffer is refilled before it was, is asserted.
 """
 

@@ -44,6 +44,7 @@ class Truth:
       boundaries: the states it reads, in order; numbers, or "final_norm".
       residual: what the attention is added to: `"hidden"` (or its norm), or the `"embedding"`.
       rope_pairs: `"half"` or `"interleaved"`. position_clamp: no position is above it.
+      grows: factor and original length of a dynamic rope, whose base grows past that length.
       sections, interleaved: of multi-axis rope; the axes in blocks, or in turn.
       window: rows a row sees, itself included; None for all.
       table: the checkpoint's d2t as `"offset"`s, as target `"ids"`, or `"none"` at all.
@@ -70,6 +71,7 @@ class Truth:
     residual: str = "hidden"
     theta: float = 10000.0
     scaling: dict[str, Any] | None = None
+    grows: tuple[float, int] | None = None
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False
     rope_pairs: str = "half"
@@ -179,6 +181,15 @@ class ReferenceDraft:
         smooth = np.clip((original / wave - low) / (high - low), 0, 1)
         return (1 - smooth) * frequency / s["factor"] + smooth * frequency
 
+    def _growth(self, position: int) -> np.ndarray | float:
+        """What each frequency is multiplied with once the text is longer than the original."""
+        if self.truth.grows is None:
+            return 1.0
+        factor, original = self.truth.grows
+        pairs = len(self.frequency)
+        raised = factor * max(position + 1, original) / original - (factor - 1)
+        return raised ** (-np.arange(pairs) / (pairs - 1))
+
     def place(self, index: int) -> np.ndarray:
         """[H/2] the position that turns each pair of a row's heads."""
         clamp, sections = self.truth.position_clamp, self.truth.sections
@@ -202,7 +213,7 @@ class ReferenceDraft:
         return y + self.w[f"{name}.bias"] if bias else y
 
     def rotate(self, x: np.ndarray, position: int) -> np.ndarray:
-        angle = self.place(position) * self.frequency
+        angle = self.place(position) * self.frequency * self._growth(position)
         c, s = np.cos(angle), np.sin(angle)
         half = len(self.frequency)
         out = np.empty_like(x)

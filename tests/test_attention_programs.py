@@ -175,7 +175,7 @@ def test_a_round_runs_the_kernel_once_a_layer_and_draft_forward(pair, which):
     assert f"x{run.slots}xi1>" not in text
 
 
-@pytest.mark.parametrize("case", by_default(TRACES, lambda _, case: case == "tree_s2_k2_d4"))
+@pytest.mark.parametrize("case", by_default(TRACES, lambda _, case: case == "tree_s3_k4_d8"))
 def test_whole_generations_by_the_kernel(case, tiny_target, tiny_draft):
     """Two prompts of unequal length: ids, accept lengths and trees the real SGLang recorded."""
     requests = [load("traces", case)[f"batch{i}"] for i in range(2)]
@@ -203,7 +203,7 @@ def test_whole_generations_by_the_kernel(case, tiny_target, tiny_draft):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", TRACES)
 def test_whole_generations_by_ancestors(case, tiny_target, tiny_draft):
-    """Draft nodes that see their path, which SGLang's do not: rounds as with the einsum."""
+    """Nodes that see their own path, which SGLang's do not: the same rounds as with the einsum."""
     request = load("traces", case)["single0"]
     arguments = {
         "prompts": [request.prompt, request.prompt[:5]],

@@ -230,11 +230,12 @@ TMA = """
 )
 def test_a_copy_that_starts_within_a_tile(row, count):
     text = TMA.replace("ROW", row).replace("and.b32", "mov.b32 \t%r3, %r2;\n  and.b32")
-    assert ptx.within_tiles(text, GOOD.name) == count
-    kernel = dataclasses.replace(GOOD, within_tiles=count)
-    assert codes(kernels=[kernel]) == ["TILES"] * count
+    assert ptx.tma_copies(text, GOOD.name) == {"tma": 2, "within_tiles": count}
+    kernel = dataclasses.replace(GOOD, tma=2, within_tiles=count)
+    assert codes(kernels=[kernel], tma=True) == ["TILES"] * count
+    assert codes(kernels=[GOOD], tma=True) == ["TILES"]  # not spelled as looked for
     with pytest.raises(ValueError, match="no kernel tree in this PTX"):
-        ptx.within_tiles(text, "tree")
+        ptx.tma_copies(text, "tree")
 
 
 def test_what_xla_will_launch():

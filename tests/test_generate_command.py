@@ -221,6 +221,12 @@ def test_sampling_is_speculate_with_a_seed_a_prompt(
         (["--temperature", "1", "--block"], "sampled_drafts=True"),
         (["--temperature", "1", "--compare"], "--compare needs temperature 0"),
         (["--temperature", "1", "--logit-bias", '{"500": 1}'], "names token 500"),
+        (["--temperature", "1", "--logit-bias", '{"5": 1, "5": 2}'], "has token 5 twice"),
+        (["--temperature", "1", "--logit-bias", '{"5": NaN}'], "logit_bias of token 5 is nan"),
+        (["--temperature", "1", "--logit-bias", '{"5": true}'], "logit_bias of token 5 is True"),
+        (["--temperature", "1", "--logit-bias", '[["5", 1]]'], "expected a JSON object"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "1", "--top-k", "9" * 5000], "9..."),
     ],
 )
 def test_sampling_errors(call, pair, ids, flags, message):
@@ -228,13 +234,14 @@ def test_sampling_errors(call, pair, ids, flags, message):
     assert status == 2
     assert message in err
     assert out == ""
+    assert len(err) < 500
 
 
 @pytest.mark.parametrize("bias", ["4", "[1]", "{", '{"a": 1}', '{"1": 1e999}'])
 def test_a_bias_that_is_no_bias(call, pair, ids, bias):
     status, out, err = call([*pair, *ids, "--temperature", "1", "--logit-bias", bias])
     assert status == 2
-    assert "--logit-bias" in err
+    assert "--logit-bias" in err or "logit_bias" in err
     assert out == ""
 
 

@@ -229,6 +229,31 @@ def test_positions_that_cannot_be_are_refused(edit, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_only_output_has_to_go_on_after_the_largest(masked):
+    """The loss mask says what is output: a later turn may bring another image."""
+    s = scripted(BLOCKS)
+    at = np.array(s.record.sequences[0].positions)
+    at[:, 40:] += 5
+    mask = np.arange(at.shape[1]) >= 24
+    mask[40] = not masked
+    record = changed(s, positions=at, loss_mask=mask, rounds=None)
+    if masked:
+        assert len(accepts(s, s.draft(), record)[1]) > 5
+    else:
+        with pytest.raises(RecordError, match=r"output token 40 is at positions \[37, 37, 37\]"):
+            accepts(s, s.draft(), record)
+
+
+@pytest.mark.parametrize("first", [13, 22])
+def test_states_that_begin_inside_or_after_the_image(first):
+    """A cached prefix: rows stand where the whole text puts them."""
+    s = make([Request(tokens=64, first=first, image=IMAGE), Request(tokens=64)], truth=BLOCKS)
+    rounds = accepts(s, s.draft())[0].trees[0].rounds
+    for i, script in enumerate(s.accepted):
+        assert [r.accepted for r in rounds if r.sequence == i] == script
+
+
 def test_npz(tmp_path):
     q = scripted(TURNS).record.sequences[0]
     T = len(q.tokens)

@@ -258,7 +258,7 @@ def test_a_draft_that_cannot_read_it(name):
     assert message in str(error.value)
 
 
-def test_gaps_in_positions():
+def test_gaps_in_positions():  # E3-056
     assert first_of([16, 17, 18], "r") == 16
     with pytest.raises(RecordError, match=r"r: gap 16\.\.39: rows jump from position 15 to 40"):
         first_of([*range(16), *range(40, 64)], "r")

@@ -320,6 +320,26 @@ def test_the_dumper_without_a_draft(dumped, tmp_path, tiny_target, sglang_models
     assert np.abs(item.aux - target_states(tiny_target, item.tokens)).max() < 5e-6
 
 
+def test_a_dump_of_a_multi_axis_target(dumped, tmp_path, capsys):
+    """Positions [3, N]: the same three times for text; an image's tell no token."""
+    torch = pytest.importorskip("torch")
+    given = ["--boundaries", "2,4,5", "--kind", "greedy"]
+    (plain,) = read("from-dumper", dumped, tmp_path / "plain", *given).sequences
+    files = list(dumped.glob("*name=positions*"))
+    for file in files:
+        found = torch.load(file, weights_only=False)
+        found["value"] = found["value"][None].repeat(3, 1)
+        torch.save(found, file)
+    (item,) = read("from-dumper", dumped, tmp_path / "r", *given).sequences
+    np.testing.assert_array_equal(item.tokens, plain.tokens)
+    np.testing.assert_array_equal(item.aux, plain.aux)
+    found = torch.load(files[0], weights_only=False)
+    found["value"][2] += 1
+    torch.save(found, files[0])
+    said = fails(capsys, "from-dumper", dumped, *given, "--out", tmp_path / "s")
+    assert "which differ by axis: an image's do not say which token a row is" in said
+
+
 def test_a_dump_that_does_not_do(dumped, tmp_path, capsys):
     pytest.importorskip("torch")
     given = ["--boundaries", "2,4,5", "--kind", "greedy", "--out", tmp_path / "r"]

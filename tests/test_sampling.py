@@ -284,6 +284,17 @@ BAD = [
     ({"logit_bias": {1: -1e31}}, r"logit_bias of token 1 is -1e\+31"),
     ({"logit_bias": [(1, 2), (1, 3)]}, "token 1 twice"),
     ({"logit_bias": 4}, "logit_bias is 4"),
+    ({"logit_bias": {"1_0": 2}}, "token id is '1_0'"),
+    ({"logit_bias": {"01": 2}}, "token id is '01'"),
+    ({"logit_bias": {" 1": 2}}, "token id is ' 1'"),
+    ({"logit_bias": {"\u0661": 2}}, "token id is '\u0661'"),
+    ({"logit_bias": {2**31: 1}}, f"token id is {2**31}"),
+    ({"logit_bias": {10**5000: 1}}, "token id is an int too long to write"),
+    ({"logit_bias": [(-(10**5000),)]}, "logit_bias is list with an int too long to write"),
+    ({"logit_bias": {1: True}}, "logit_bias of token 1 is True"),
+    ({"top_k": -(10**5000)}, "top_k is an int too long to write"),
+    ({"seed": 10**5000}, "seed is an int too long to write"),
+    ({"logit_bias": {-(10**5000): 1}}, "token id is an int too long to write"),
     ({"temperature": 10**400}, "temperature is too large"),
     ({"logit_bias": {1: 10**400}}, "logit_bias of token 1 is too large"),
     ({"seed": -1}, "seed is -1"),
@@ -294,7 +305,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), BAD, ids=[str(g)[:40] for g, _ in BAD])
+@pytest.mark.parametrize(("given", "message"), BAD, ids=[words for _, words in BAD])
 def test_bad_values_are_refused(given, message):
     with pytest.raises(e3.ConfigError, match=message):
         SamplingConfig(**given)

@@ -101,7 +101,7 @@ draft = random_draft(
     draft_config(target.config, num_heads=4, num_kv_heads=4, head_dim=8, intermediate_size=16,
                  draft_vocab_size=32), 4, np.float32)
 prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
-run = Run(target, draft, prompts, 12, TreeConfig(3, 4, 8), None, (), False)
+run = Run(target, draft, prompts, max_new_tokens=12, tree=TreeConfig(3, 4, 8), stop_token_ids=())
 whole = run.finish().tokens
 mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 specs = Weights(sharding.weight_specs(target, 4), sharding.weight_specs(draft, 4))

@@ -34,7 +34,7 @@ def takes(q: jax.Array, k: jax.Array, v: jax.Array | None, *, plain: bool) -> bo
     """16 bits, widths and slots of whole tiles; `plain`: without window and sinks."""
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v is None:
         return False
-    return plain and q.shape[3] in WIDTHS and k.shape[1] % 8 == 0 and v.shape == k.shape
+    return plain and q.shape[3] in WIDTHS and k.shape[1] % TILE == 0 and v.shape == k.shape
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "softcap"))

@@ -42,7 +42,8 @@ def read_dumps(folder: Path, described: Described) -> Iterator[RecordSequence]:
     """The requests of one rank's dump, in the order they began.
 
     Raises:
-      RecordError: no such folder, two ranks, missing tensors, a gap in a request's positions.
+      RecordError: no such folder, two ranks, missing tensors, a gap in a request's positions, an
+        image's positions on three axes.
     """
     steps = steps_of(folder)
     drafted = any(FUSED in names for names in steps.values())
@@ -119,8 +120,24 @@ class Step:
         self.names, self._slots, self._width = names, slots, width
         self.is_extend = FUSED in names
         self.is_target = any(name.startswith(CAPTURED) for name in names)
-        self.ids, self.positions = self.read("input_ids"), self.read("positions")
+        self.ids, self.positions = self.read("input_ids"), self._positions()
         self.lengths, self.pools = self.read("seq_lens"), self.read("req_pool_indices")
+
+    def _positions(self) -> np.ndarray:
+        """[rows] where each row stands; a multi-axis target of text has it three times."""
+        found = self.read("positions")
+        if found.ndim == 1:
+            return found
+        if found.ndim != 2 or len(found) != 3:
+            raise RecordError(
+                f"{self.where}: positions are {list(found.shape)}, expected [rows] or [3, rows]"
+            )
+        if bool((found == found[0]).all()):
+            return found[0]
+        raise RecordError(
+            f"{self.where}: positions are {list(found.shape)}, which differ by axis: an image's do "
+            "not say which token a row is; give tokens, states and mrope_positions as an .npz"
+        )
 
     def requests(self) -> Iterator[tuple[int, slice, int]]:
         """Pool index, rows and `seq_lens` of each request of the batch.
