@@ -61,6 +61,14 @@ def run_command(
     except tuple(CODES) as error:
         code = next(code for kind, code in CODES.items() if isinstance(error, kind))
         return _fail(code, str(error), "--json" in argv)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(
+            "MEMORY",
+            f"the device has no room: {str(error).splitlines()[0][:LONGEST]}",
+            "--json" in argv,
+        )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -89,7 +97,7 @@ def tree_triple(text: str) -> TreeConfig:
       ArgumentTypeError: anything else, or a tree that cannot be.
     """
     parts = text.split(",")
-    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\s*[0-9]{1,5}\s*", p) for p in parts):
+    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", p) for p in parts):
         raise argparse.ArgumentTypeError(
             f"expected STEPS,1 for a chain or STEPS,TOPK,NODES such as 5,8,32: {text[:40]!r}"
         )

@@ -87,6 +87,17 @@ def test_one_fault(name):
     assert set(d.configured.wiring.changes(d.best.wiring)) == {field}
 
 
+def test_what_a_mistake_leads_to_is_named_before_what_luck_prefers():
+    """Boundary 7 holds the states of 6, and 6 a little noise: (3, 5, 7) is a hair better."""
+    s = scripted(Truth(boundaries=(3, 5, 6)))
+    aux = np.array(s.record.sequences[0].aux)
+    aux[:, 7] = aux[:, 6]
+    aux[:, 6] += 0.03 * np.random.default_rng(0).standard_normal(aux[:, 6].shape)
+    sequence = dataclasses.replace(s.record.sequences[0], aux=aux)
+    d = check_up(s, TRUE, record=dataclasses.replace(s.record, sequences=[sequence]))
+    assert d.best.words == "boundaries (3, 5, 6) for (2, 4, 5) (shift +1)"
+
+
 def test_default_formula_was_a_guess():
     """E3-001: no ids in the config, so the guess is (2, 4, 5); trained on (1, 4, 7)."""
     s = scripted(Truth(boundaries=(1, 4, 7)))

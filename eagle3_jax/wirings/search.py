@@ -12,7 +12,7 @@ from eagle3_jax.wirings.engine import compare
 from eagle3_jax.wirings.material import Material
 from eagle3_jax.wirings.rungs import Rung
 from eagle3_jax.wirings.scoring import Scoring
-from eagle3_jax.wirings.stats import z_score
+from eagle3_jax.wirings.stats import paired, z_score
 from eagle3_jax.wirings.wiring import Wiring
 
 CROWD = 300
@@ -178,12 +178,37 @@ class Search(Scoring):
             if first == best:
                 break
             best = first
+        best = self._usual(best, base)
         for name, (old, _) in base.changes(best).items():
             plainer = dataclasses.replace(best, **{name: old})
             cost = self.costs([plainer, best], self.many)
             if self.z(cost[0] - cost[1]) < CLEAR:
                 best = plainer
         return best
+
+    def _usual(self, best: Wiring, base: Wiring) -> Wiring:
+        """With boundaries a mistake leads to, where they do as well: all shifted together, the
+        default of the depth, another order.
+
+        The longest accept length of thousands of choices is partly luck.
+        """
+        if best.boundaries == base.boundaries:
+            return best
+        usual = [
+            dataclasses.replace(best, boundaries=one.boundaries)
+            for one in self.singles(base)
+            if set(base.changes(one)) == {"boundaries"}
+        ]
+        if best in usual:
+            return best
+        length, cost = self.scores([best], self.many)[0].accepted, self.costs([best], self.many)[0]
+        block = self.material.pack.block
+        as_good = [
+            one
+            for one, found in zip(usual, self.scores(usual, self.many), strict=True)
+            if self.z(found.cost - cost) < CLEAR and paired(length, found.accepted, block).low <= 0
+        ]
+        return self.first(as_good) if as_good else best
 
     def _merit(self, wiring: Wiring) -> tuple[float, float]:
         found = self.scores([wiring], self.many)[0]
