@@ -201,12 +201,13 @@ class Search(Scoring):
         ]
         if best in usual:
             return best
-        length, cost = self.scores([best], self.many)[0].accepted, self.costs([best], self.many)[0]
+        mine, *others = self.scores([best, *usual], self.many)  # side by side
         block = self.material.pack.block
         as_good = [
             one
-            for one, found in zip(usual, self.scores(usual, self.many), strict=True)
-            if self.z(found.cost - cost) < CLEAR and paired(length, found.accepted, block).low <= 0
+            for one, found in zip(usual, others, strict=True)
+            if self.z(found.cost - mine.cost) < CLEAR
+            and paired(mine.accepted, found.accepted, block).low <= 0
         ]
         return self.first(as_good) if as_good else best
 
